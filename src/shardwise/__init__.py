@@ -33,7 +33,7 @@ _HOME = {
     "RefusedPlan": "shardwise.errors",
     "RunError": "shardwise.errors",
 }
-_ROOMS = ("data", "ranks")  # as `shardwise.data.as_source`, without an import of their own
+_ROOMS = ("data", "ranks")  # packages that are attributes, as in `shardwise.data.as_source`, without an import
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ def __getattr__(name: str):
         raise NoSuchName(f"module 'shardwise' has no attribute {name!r}{_of_what(name)}")
     import random
 
-    kept = random.getstate()  # of what is imported for it some draws (rich, by way of torch), and a script goes on here
+    kept = random.getstate()  # some imports use random numbers (rich, through torch), which must not change a script's
     try:
         return getattr(importlib.import_module(_HOME[name]), name)
     finally:
@@ -72,7 +72,7 @@ def __getattr__(name: str):
 
 
 def _of_what(name: str) -> str:
-    """Returns where a name is that a script looks for here, "" for one that is nowhere."""
+    """Returns a hint that `name` is an attribute of what `prepare` returns; "" if it is not."""
     prepared = sys.modules.get("shardwise.scripts.prepared")
     if prepared is None or not hasattr(prepared.Prepared, name):
         return ""

@@ -1,10 +1,10 @@
-"""Entry point of the command line: `python -m shardwise`, and the program `shardwise`. Commands: cli/main."""
+"""Entry point of `python -m shardwise` and of the program `shardwise`. Commands: cli/main."""
 
 import signal
 
 
 def main() -> None:
-    """Run the command line. A signal that arrives while it is imported waits until there is somebody to hear it."""
+    """Runs the command line. SIGINT and SIGTERM are blocked during its import, until their handlers are installed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     from shardwise.cli.main import run
 

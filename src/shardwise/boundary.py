@@ -1,21 +1,21 @@
-"""Paddings of convolutions and pooling under the task's boundary (`task.BOUNDARIES`); tiles: part/rules/padding.
+"""Pads convolutions and pooling by the task's boundary (`task.BOUNDARIES`). On tiles: part/rules/padding.
 
     conv2d(x, padding=1)      zeros around x                                as written
                               pad(x, 1 each way, by the boundary), then     with a boundary
                               conv2d(padding=0)
 
-Convolutions, plain and transposed, max and average pooling and `F.unfold` read cells beyond the field that the module
-does not name; there they find what is declared. Padding that the module names (`F.pad`, `padding_mode=`) stays as it
-is. Of an operation over more dims than are declared, the last ones are those declared.
+Convolutions, plain and transposed, max and average pooling and `F.unfold` pad implicitly; this padding is replaced by
+the declared boundary. Explicit padding of the module (`F.pad`, `padding_mode=`) stays as it is. If an operation has
+more spatial dims than are declared, the last ones are the declared ones.
 
-    "zeros"      what the operation pads with by itself (max pooling: what is never the largest)
-    "periodic"   the field goes on at its other edge                    3 4 | 0 1 2 3 4 | 0 1
+    "zeros"      the operation's own padding (in max pooling: minus infinity)
+    "periodic"   the field continues at its other edge                  3 4 | 0 1 2 3 4 | 0 1
     "reflect"    mirrored at the last cell                              2 1 | 0 1 2 3 4 | 3 2
     "replicate"  the last cell                                          0 0 | 0 1 2 3 4 | 4 4
-    "pole"       mirrored behind the last row and turned by half of the periodic dim: row -1 is row 0, 180 degrees on
+    "pole"       mirrored behind the last row and shifted by half of the periodic dim: row -1 is row 0, 180 degrees on
 
-A function mode is entered at the forward of every module, so that a block that is computed again in backward finds the
-same, whoever computes it again. On tiles the same paddings are operations on tiles.
+A torch-function mode is entered in the forward of every module, so that blocks which are recomputed in backward see the
+same boundary. On tiles the same paddings are operations on tiles.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ if TYPE_CHECKING:
 
 Sizes = int | Sequence[int]
 _MODES = {"periodic": "circular", "reflect": "reflect", "replicate": "replicate"}
-_here = threading.local()  # .mode: the one that is entered on this thread
+_here = threading.local()  # .mode: the mode that is entered on this thread, if any
 
 
 def each(value: Sizes, dims: int) -> list[int]:
-    """Returns a list with one size for each spatial dim; a number, or a sequence of one, stands for all of them."""
+    """Returns a list of `dims` sizes, one for each spatial dim; an int, or a sequence of one, is repeated."""
     sizes = [value] if isinstance(value, int) else list(value)
     return sizes * dims if len(sizes) == 1 else sizes
 
 
 def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:
-    """Returns (front, behind): cells that a convolution pads with along each dim; `ValueError` for an unknown text."""
+    """Returns (cells before, cells after) by which a convolution pads each spatial dim.
+
+    padding   as convolutions take it: sizes, "same" or "valid"; `ValueError` for any other text
+    """
     if padding == "valid":
         padding = 0
-    # front and back differ by one where the kernel is even, as torch pads
+    # as torch, pad one more cell after than before if the kernel is even
     if padding == "same":
         both = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         return [n // 2 for n in both], [n - n // 2 for n in both]
@@ -64,32 +67,40 @@ def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) 
 class Edges:
     """The boundary of each dim of space, in the order in which the dims lie in a tensor."""
 
-    names: tuple[str, ...]  # as Task.spatial calls the dims
-    kinds: tuple[str, ...]  # of BOUNDARIES, one for each dim
+    names: tuple[str, ...]  # of the dims, from Task.spatial
+    kinds: tuple[str, ...]  # one of BOUNDARIES for each dim
 
     def padded(self, input: torch.Tensor, widths: Mapping[int, tuple[int, int]], dims: int, what: str) -> torch.Tensor:
-        """Returns the input padded by the boundary: `widths` are (front, behind) cells by dim, of the last `dims`.
+        """Returns the input padded by the boundary.
 
-        Raises `InputError`, with `what` (the operation), for a dim that has too few cells.
+        widths   spatial dim, 0 to `dims` - 1 -> (cells before, cells after), as `declared` returns them
+        dims     number of spatial dims, the last of the input
+        what     the operation, for messages
+
+        Raises `InputError` for a dim that has too few cells.
         """
         first = input.dim() - dims
         for d, (front, behind) in widths.items():
-            # all dims are checked before the first is padded: the message names the first that is too small
+            # check all dims before padding one, which would change their sizes
             self._fits(d - dims, max(front, behind), input.shape[first + d], what)
         for d, (front, behind) in widths.items():
-            # the pole before the others: it turns whole rows, which padding would have made longer
+            # poles first, since they shift whole rows, which padding would have made longer
             if self.kinds[d - dims] == "pole":
                 input = self._turned(input, first + d, front, behind, what)
         for d, width in widths.items():
             kind = self.kinds[d - dims]
-            # one dim at a time, since each has its own boundary
             if kind != "pole":
                 around = [n for e in reversed(range(dims)) for n in (width if e == d else (0, 0))]
                 input = F.pad(input, around, mode=_MODES[kind])
         return input
 
     def declared(self, dims: int, widths: list[tuple[int, int]], what: str) -> dict[int, tuple[int, int]]:
-        """Returns, by spatial dim, widths of padded dims whose boundary is not zeros; `InputError` for too few dims."""
+        """Returns {spatial dim: width} of the dims that an operation pads and whose boundary is not "zeros".
+
+        dims     number of the operation's spatial dims; `widths`: (cells before, cells after) for each
+
+        Raises `InputError` if the operation pads, but has fewer dims than are declared.
+        """
         if dims < len(self.kinds) and any(map(any, widths)):
             raise InputError(
                 f"{what} pads {dims} dim(s), and Task.spatial declares the boundary of {len(self.kinds)}: which of "
@@ -99,7 +110,7 @@ class Edges:
         return {d: widths[d] for d in wanted if any(widths[d]) and self.kinds[d - dims] != "zeros"}
 
     def _fits(self, d: int, width: int, n: int, what: str) -> None:
-        """Raise `InputError` where dim `d`, of `n` cells, has fewer than `width` to show beyond its edge."""
+        """Raises `InputError` if the boundary of dim `d`, of `n` cells, cannot supply `width` cells beyond an edge."""
         most = n - 1 if self.kinds[d] == "reflect" else n if self.kinds[d] != "replicate" else width
         if width > most or not n:
             raise InputError(
@@ -109,7 +120,10 @@ class Edges:
             )
 
     def _turned(self, input: torch.Tensor, dim: int, front: int, behind: int, what: str) -> torch.Tensor:
-        """Returns the input with rows beyond the poles, mirrored and shifted half way around (odd: `InputError`)."""
+        """Returns the input with `front` and `behind` rows beyond the poles of `dim`, mirrored and shifted.
+
+        They are shifted by half of the periodic dim; `InputError` if that has an odd number of cells.
+        """
         around, n = input.dim() - len(self.kinds) + self.kinds.index("periodic"), input.shape[dim]
         name = self.names[self.kinds.index("periodic")]
         if input.shape[around] % 2:
@@ -124,7 +138,7 @@ class Edges:
 
     @contextmanager
     def entered(self, path: str) -> Iterator[None]:
-        """Context: operations find this boundary; errors name the module at `path`."""
+        """Context in which operations pad by this boundary; errors name the module at `path`."""
         mode = getattr(_here, "mode", None)
         if mode is not None and mode.edges == self:
             before, mode.path = mode.path, path
@@ -155,7 +169,10 @@ class _Beyond(TorchFunctionMode):
 
 
 def bounded(model: Callable[[], nn.Module], edges: Sequence[tuple[str, str]]) -> Callable[[], nn.Module]:
-    """Returns a constructor of the same module with this boundary, (name, kind) of each dim; with none, as written."""
+    """Returns a constructor of the same module with this boundary, in place of one that it may have.
+
+    edges   (name, boundary) of each dim of space; (): the module as the user wrote it
+    """
     model = model.model if isinstance(model, Bounded) else model
     names, kinds = tuple(name for name, _ in edges), tuple(kind for _, kind in edges)
     return Bounded(model, Edges(names, kinds)) if edges else model
@@ -163,7 +180,7 @@ def bounded(model: Callable[[], nn.Module], edges: Sequence[tuple[str, str]]) ->
 
 @dataclass(frozen=True)
 class Bounded:
-    """Builds a module whose own paddings find the boundary."""
+    """A constructor of a module whose implicit paddings follow the boundary `edges`."""
 
     model: Callable[[], nn.Module]  # builds the module as the user wrote it
     edges: Edges
@@ -176,7 +193,10 @@ class Bounded:
 
 
 class _Inside:
-    """A module's forward inside the boundary; its method is an attribute, so that a module's copy calls its own."""
+    """A module's forward with the boundary's mode around it.
+
+    The method is an attribute that copying a module copies too, so that a copy calls its own forward.
+    """
 
     def __init__(self, forward: Callable, edges: Edges, path: str):
         self.__wrapped__ = forward
@@ -191,7 +211,10 @@ class _Inside:
 
 
 def _convolution(plain: Callable, dims: int) -> Callable:
-    """Returns `plain`, a convolution over `dims` dims, made to pad by the declared boundary (`Edges`)."""
+    """Returns a wrapper of `plain`, a convolution over `dims` dims, that pads by the declared boundary.
+
+    Like all wrappers here it is called with (edges, name of the operation for messages, the operation's arguments).
+    """
 
     def convolution(
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
@@ -199,12 +222,12 @@ def _convolution(plain: Callable, dims: int) -> Callable:
     ) -> torch.Tensor:  # fmt: skip
         before, after = paddings(padding, weight.shape[2:], each(dilation, dims))
         widths = edges.declared(dims, list(zip(before, after, strict=True)), what)
-        if not widths:  # it pads no dim whose boundary is another than zeros
+        if not widths:  # no padded dim has another boundary than "zeros"
             return plain(input, weight, bias, stride, padding, dilation, groups)
         input = edges.padded(input, widths, dims, what)
         own = [0 if d in widths else before[d] for d in range(dims)]
         rest = [0 if d in widths else after[d] - before[d] for d in range(dims)]
-        if any(rest):  # of "same" and an even kernel, one more behind
+        if any(rest):  # "same" with an even kernel pads one more cell after
             input = F.pad(input, [n for d in reversed(range(dims)) for n in (0, rest[d])])
         return plain(input, weight, bias, stride, own, dilation, groups)
 
@@ -212,13 +235,13 @@ def _convolution(plain: Callable, dims: int) -> Callable:
 
 
 def _transposed(plain: Callable, dims: int) -> Callable:
-    """Returns `plain`, a transposed convolution over `dims` dims, made to read beyond the field by the boundary."""
+    """Returns a wrapper of `plain`, a transposed convolution over `dims` dims, that reads beyond the field."""
 
     def transposed(
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns a transposed convolution of the input padded by the boundary, its outputs cropped to the field."""
+        """Returns the transposed convolution of the input padded by the boundary, cropped to the field's outputs."""
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         pads, more = each(padding, dims), each(output_padding, dims)
         reads = []
@@ -239,7 +262,10 @@ def _transposed(plain: Callable, dims: int) -> Callable:
 
 
 def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
-    """Returns `plain`, a pooling over `dims` dims, padded by the boundary; `by_mean`: it takes means."""
+    """Returns a wrapper of `plain`, a pooling over `dims` dims, that pads by the boundary.
+
+    by_mean   Whether it is an average pooling, which has other positional arguments than max pooling
+    """
 
     def pool(
         edges: Edges, what: str, input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
@@ -247,7 +273,7 @@ def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
     ) -> Any:  # fmt: skip
         pads = each(padding, dims)
         widths = edges.declared(dims, [(n, n) for n in pads], what)
-        if not widths:  # it pads no dim whose boundary is another than zeros
+        if not widths:  # no padded dim has another boundary than "zeros"
             return plain(input, kernel_size, stride, padding, *more, **named)
         names = ("ceil_mode", "count_include_pad", "divisor_override") if by_mean else (
             "dilation", "ceil_mode", "return_indices")  # fmt: skip
@@ -266,7 +292,7 @@ def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
 
 
 def _with_indices(plain: Callable, dims: int) -> Callable:
-    """Returns `plain`, a max pooling that also gives indices, made to refuse a boundary that is no padding."""
+    """Returns a wrapper of `plain`, a max pooling that also returns indices, which refuses a boundary but zeros."""
     run = _pooling(plain, dims, False)
 
     def pool(edges: Edges, what: str, input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
@@ -291,7 +317,7 @@ def _unfold(
 
 def _fold(edges: Edges, what: str, input: torch.Tensor, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1,
           padding: Sizes = 0, stride: Sizes = 1) -> torch.Tensor:  # fmt: skip
-    """Returns `F.fold`; `InputError` where its padding would drop what belongs elsewhere by the boundary."""
+    """Returns `F.fold`; `InputError` if it drops padding cells whose values belong elsewhere by the boundary."""
     if edges.declared(2, [(n, n) for n in each(padding, 2)], what):
         raise InputError(
             f"{what}: its padding drops what patches add beyond the edges, where the boundary is "
@@ -302,7 +328,7 @@ def _fold(edges: Edges, what: str, input: torch.Tensor, output_size: Sizes, kern
 
 def _sampled(edges: Edges, what: str, input: torch.Tensor, grid: torch.Tensor, mode: str = "bilinear",
              padding_mode: str = "zeros", align_corners: bool | None = None) -> torch.Tensor:  # fmt: skip
-    """Returns `F.grid_sample`; `InputError` where it would read zeros beyond the edges."""
+    """Returns `F.grid_sample`; `InputError` for padding_mode "zeros", which contradicts the boundary."""
     if padding_mode == "zeros":
         raise InputError(
             f"{what}: padding_mode='zeros' reads zeros beyond the edges, where the boundary is "

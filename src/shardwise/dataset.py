@@ -1,8 +1,8 @@
 """`Source`, of which a rank reads only its samples, and a map-style torch `Dataset` wrapped as one.
 
-How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
-joined by torch's `default_collate`, or by a function of the user's. Who reads seeds the generators before each sample
-(`random.reading_seeds`), so that what a dataset draws does not depend on who fetches it.
+How: the samples asked for are fetched one by one (or together, if the dataset has `__getitems__`) and
+joined by torch's `default_collate`, or by a function of the user's. The reader seeds the RNGs before each sample
+(`random.reading_seeds`), so that a dataset's random numbers do not depend on the rank that fetches it.
 
 What it does not do: wrap iterable-style datasets, which have no indices.
 """
@@ -18,7 +18,10 @@ from shardwise.errors import InputError
 
 
 class Seeds(Protocol):
-    """The reader's seeds: told which sample is read next, or that several are joined, and by a user's function."""
+    """The reader's seeds for random numbers, in `READING`.
+
+    `sample` is called before a sample is read, `samples` before samples are joined (`pads`: which may pad them).
+    """
 
     def sample(self, index: int) -> None: ...
     def samples(self, pads: bool = False) -> None: ...
@@ -29,12 +32,12 @@ READING: ContextVar[Seeds | None] = ContextVar("READING", default=None)
 
 @runtime_checkable
 class Source(Protocol):
-    """Large data: a rank reads only its samples.
+    """Large data, of which a rank reads only its samples.
 
-    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`. A source with a
-    `global_shape`, the extents of space, is asked for a rank's own tile where a plan cuts space: `region` is then
-    (start, stop) along each of its dims. Both are in the order in which a sample's tensors have these dims. It is None
-    for whole samples, and always for sources without one.
+    `len` is the number of samples. `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples
+    at `indices`. A source with the attribute `global_shape`, the sizes of the dims of space in their order in a tensor,
+    is asked for a rank's tile if a plan shards space; `region` is then (start, stop) along each of these dims. It is
+    None for whole samples, and always for sources without `global_shape`.
     """
 
     def __len__(self) -> int: ...
@@ -43,9 +46,10 @@ class Source(Protocol):
 
 
 class DatasetSource:
-    """Samples of `dataset`, joined into a batch by `collate`; None: torch's `default_collate`.
+    """A `Source` of the samples of a map-style dataset.
 
-    pads    a sample may look otherwise beside others (padded to the longest); without `collate` none does
+    collate  joins a list of samples into a batch; None: torch's `default_collate`
+    pads     Whether `collate` may pad samples to the longest, so that a sample depends on those beside it
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any] | None = None, pads: bool = True) -> None:
@@ -58,7 +62,7 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns the batch of these samples, joined by `collate` or torch's own; `region` is not used.
+        """Returns the batch of the samples at `indices`; `region` is not used.
 
         Raises `InputError` for a sample that cannot be read, and for samples that cannot be joined.
         """
@@ -66,7 +70,7 @@ class DatasetSource:
 
         samples = self._fetch(indices)
         reading = READING.get()
-        # whoever reads (`random.reading_seeds`) wants to know whether samples hang on those beside them
+        # the reader (`random.reading_seeds`) has to know whether a sample depends on those beside it
         if reading is not None:
             reading.samples(self.pads)
         if self.collate is None:
@@ -86,7 +90,7 @@ class DatasetSource:
         return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
-        """Returns one sample of the dataset; `InputError`, with its index, where that fails."""
+        """Returns one sample of the dataset; `InputError` with its index if that fails."""
         reading = READING.get()
         if reading is not None:
             reading.sample(index)
@@ -98,7 +102,7 @@ class DatasetSource:
             ) from error
 
     def _compare(self, indices: list[int], samples: list) -> None:
-        """Raises `InputError` naming a sample whose shape or dtype differs from the first sample's."""
+        """Raises `InputError` that names a sample whose fields, shapes or dtypes differ from the first sample read."""
         for index, sample in zip(indices, samples, strict=True):
             fields = _fields(sample)
             if self._first is None:
@@ -108,7 +112,7 @@ class DatasetSource:
                 here, there = fields.get(name, "absent"), expected.get(name, "absent")
                 if here != there:
                     what = f"field {name or '(the sample)'} is {here}, but {there} in"
-                    if ("" in fields) != ("" in expected):  # one of them is one value
+                    if ("" in fields) != ("" in expected):  # one sample is a single value, the other has fields
                         what = f"it is {_made_of(fields)}, but {_made_of(expected)} in"
                     raise InputError(
                         f"{type(self.dataset).__name__}: sample {index}: {what} sample {first}: mend the dataset, or "
@@ -117,12 +121,12 @@ class DatasetSource:
 
 
 def _made_of(fields: dict[str, str]) -> str:
-    """Returns a sample's fields as text; of one without fields what it is."""
+    """Returns a text on a sample's structure: its fields' names, or the type of a single value."""
     return fields.get("", f"fields {', '.join(fields)}").replace("NoneType", "None")
 
 
 def _fields(sample: Any) -> dict[str, str]:
-    """Returns, by path, dtype and shape of each tensor or array, the type of anything else."""
+    """Returns {path of a leaf: "DTYPE SHAPE" of a tensor or array, else name of its type}; path "": a single value."""
     from torch.utils import _pytree as pytree
 
     kinds = {}
@@ -134,28 +138,29 @@ def _fields(sample: Any) -> dict[str, str]:
 
 
 def name_of(source: Any) -> str:
-    """Returns the name of the class that a user knows: that of the dataset where a source wraps one."""
+    """Returns the name of the source's class, or of the dataset's that it wraps, for messages."""
     return type(source.dataset if isinstance(source, DatasetSource) else source).__name__
 
 
 def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: bool = True) -> Source:
     """Returns `dataset` as a `Source`; a source is returned unchanged.
 
-    pads    what `collate` makes of a sample may hang on those beside it, so ranks read whole batches and keep their
-            parts; False: each reads its own samples alone
+    dataset  a map-style dataset, or tensors with a row for each sample as a tuple or dict
+    collate  joins a list of samples into a batch; None: torch's `default_collate`
+    pads     Whether `collate` may pad to the longest sample; ranks then read whole batches and keep their parts, while
+             otherwise each reads only its own samples
 
-    Raises `InputError` for what has no samples by index, and for tensors that may be samples or columns.
+    Raises `InputError` for data without samples by index, and for tensors that may be samples or columns.
     """
-    # a source is one already: its own `read` joins samples
     if isinstance(dataset, Source):
         return dataset
-    # a path is a common mistake, and has a length and indices of its own kind
+    # a path is a common mistake, and has a length and indices too
     if isinstance(dataset, str | bytes | os.PathLike):
         raise InputError(
             f"{dataset!r} cannot be a source: it is a path; give an object that reads it by index, such as "
             "shardwise.data.JsonlSource(path) or a map-style dataset"
         )
-    # samples of a stream have no place that could be dealt, or resumed from
+    # samples of a stream have no index by which they could be dealt to ranks or resumed
     if _is_iterable_style(dataset):
         raise InputError(
             f"{type(dataset).__name__} cannot be a source: an iterable dataset has no samples by index, which a run "
@@ -169,12 +174,11 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: 
             "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
             + ("; give its dataset (loader.dataset)" if hasattr(dataset, "batch_sampler") else "")
         )
-    # a dataset that reads columns at once is asked for a batch of them
     return DatasetSource(Columns(dataset) if collate is None and _in_columns(dataset) else dataset, collate, pads)
 
 
 class Columns:
-    """Map-style dataset of tensors, or arrays, that have a row for each sample: (x, y), or {"x": x, "y": y}."""
+    """A map-style dataset of tensors or arrays with a row for each sample: (x, y), or {"x": x, "y": y}."""
 
     def __init__(self, columns: Any) -> None:
         self.columns = columns
@@ -190,19 +194,19 @@ class Columns:
 
 
 def _in_columns(data: Any) -> bool:
-    """Whether data is a tuple or dict of tensors or arrays with a row for each sample.
+    """Whether `data` is a tuple or dict of tensors or arrays with a row for each sample.
 
-    Raises `InputError` where their numbers of rows differ, or where a tuple may be one of samples as well.
+    Raises `InputError` if their numbers of rows differ, or if a tuple may also be one of samples.
     """
     columns = list(data.values()) if isinstance(data, Mapping) else list(data) if isinstance(data, tuple) else []
     shapes = [tuple(getattr(column, "shape", ())) for column in columns]
     if not columns or not all(shapes):
         return False
     told = f"data is a {type(data).__name__} of tensors of shapes {', '.join(map(str, shapes[:3]))}"
-    # a tuple of like tensors may be (x, y) or be samples; a dict's names say that they are columns
+    # a tuple of equally shaped tensors may be (x, y) or samples; a dict's values are columns
     alike = len({(shape, str(column.dtype)) for shape, column in zip(shapes, columns, strict=True)}) == 1
     if alike and not isinstance(data, Mapping):
-        if len(columns) > shapes[0][0]:  # more of them than rows: samples
+        if len(columns) > shapes[0][0]:  # more tensors than rows are samples
             return False
         raise InputError(
             f"{told}: samples, or tensors with a row for each? Give a list for samples, "
@@ -214,6 +218,6 @@ def _in_columns(data: Any) -> bool:
 
 
 def _is_iterable_style(dataset: Any) -> bool:
-    """Whether it is torch's `IterableDataset`, whose mark is inherited even where its class defines a length."""
+    """Whether a dataset's class inherits torch's `IterableDataset`, even if it defines a length."""
     return any(f"{kind.__module__}.{kind.__name__}" == "torch.utils.data.dataset.IterableDataset"
                for kind in type(dataset).__mro__)  # fmt: skip

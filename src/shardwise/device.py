@@ -1,6 +1,6 @@
-"""Everything that depends on the kind of device, asked of torch's registry of accelerators. Mock: testing/mock_device.
+"""Everything that depends on the kind of device, through `torch.accelerator`. For tests: testing/mock_device.
 
-CUDA, ROCm, XPU, NPU and any other that `torch.accelerator` knows are treated alike. Other rooms call these functions
+CUDA, ROCm, XPU, NPU and any other accelerator that torch knows are treated alike. Other packages call these functions
 instead of naming a kind.
 """
 
@@ -23,23 +23,23 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> torch.device | None:
-    """Returns this machine's accelerator, without an index; None where there is none."""
+    """Returns this machine's accelerator as a `torch.device` without an index; None if there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def device_count() -> int:
-    """Returns accelerators that this process sees."""
+    """Returns how many accelerators this process sees."""
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def current_device() -> torch.device:
-    """Returns the accelerator that this process has taken, else the CPU."""
+    """Returns the accelerator that is current in this process, with its index; the CPU if there is none."""
     kind = accelerator()
     return CPU if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def take(index: int) -> torch.device:
-    """Make accelerator `index` (modulo their number) this process's device and return it; the CPU without one."""
+    """Makes accelerator `index` (modulo their number) this process's current device; returns it, or the CPU if none."""
     count = device_count()
     if count:
         torch.accelerator.set_device_index(index % count)
@@ -47,21 +47,23 @@ def take(index: int) -> torch.device:
 
 
 def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """Returns a rank's device: as requested (`InputError` where there is none), else its local rank's, else the CPU.
+    """Returns a rank's device, and makes it current.
 
-    local_rank  None where the device was taken already, or this process is alone
+    requested   "cpu", "meta", or the accelerator's type, perhaps with an index; None: an accelerator, else the CPU
+    local_rank  rank on this host, which takes the accelerator of this index; None: the current accelerator
+
+    Raises `InputError` if the requested device does not exist.
     """
-    # nothing asked for: the device that this rank has
     if requested is None:
         return current_device() if local_rank is None else take(local_rank)
     device = torch.device(requested)
-    # "meta" holds no values: tests and rehearsals
+    # "meta" is for tests and rehearsals
     if on_host(device) or device.type == "meta":
         return device
     own = accelerator()
     if own is None or own.type != device.type:
         raise InputError(f"device {device} was asked for, but torch sees no {device.type.upper()} device")
-    # an index was chosen, and is taken for this process
+    # a given index goes before the local rank
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
         return device
@@ -69,7 +71,10 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
 
 
 def check_device(kind: str, asked: str = "device", also: str = "") -> None:
-    """Raise `InputError` unless `kind` is "cpu" or this machine's accelerator; `asked`: the option, `also`: advice."""
+    """Raises `InputError` unless `kind` is "cpu" or the type of this machine's accelerator.
+
+    asked, also   for the message: name of the option, and a further choice
+    """
     own = None if kind == "cpu" else accelerator()
     if kind != "cpu" and (own is None or own.type != kind):
         here = "no accelerator" if own is None else f'an accelerator of type "{own.type}"'
@@ -77,7 +82,7 @@ def check_device(kind: str, asked: str = "device", also: str = "") -> None:
 
 
 def describe() -> str:
-    """Returns a line on versions and devices here: `torch 2.13.0+cpu, 2 CPU cores, no accelerator`."""
+    """Returns a line on torch's version and devices, such as `torch 2.13.0+cpu, 2 CPU cores, no accelerator`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kind, count = accelerator(), device_count()
     devices = "no accelerator" if kind is None else f"{count} x {device_name(current_device()) or kind.type}"
@@ -85,27 +90,27 @@ def describe() -> str:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether the device copies faster, and beside other work, from memory of the host's that is pinned."""
+    """Whether copies between the host and this device profit from pinned memory (all devices but the CPU)."""
     return not on_host(device)
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of the host's in memory that the device copies from at its link's full rate."""
+    """Returns a CPU tensor in pinned memory if `device` profits from that, else unchanged."""
     return tensor.pin_memory() if can_pin(device) else tensor
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether ops on this device run on the host's own cores (a CPU)."""
+    """Whether the device is a CPU."""
     return device.type == "cpu"
 
 
 def rounds_lse_up() -> bool:
-    """Whether memory-efficient attention rounds a log-sum-exp's rows up: ROCm's does not (pytorch#146848)."""
+    """Whether memory-efficient attention pads the rows of its log-sum-exp; ROCm's does not (pytorch#146848)."""
     return torch.version.hip is None
 
 
 def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns tensors in lists of one device each: operations over many take no mixture."""
+    """Returns the tensors in one list for each device, since operations on lists of tensors need a common device."""
     lists: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(tensor.device, []).append(tensor)
@@ -113,10 +118,11 @@ def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def group_backend(ranks_here: int | None) -> str:
-    """Returns a process group's backends: gloo, and the accelerator's own where each rank has a device to itself.
+    """Returns the backend text for a process group: "gloo", or such as "cpu:gloo,cuda:nccl".
 
-    ranks_here  that see the same devices; None where each may see others (Slurm shows each rank its own). Ranks that
-                share a device meet over gloo: NCCL refuses them
+    ranks_here  number of ranks that see the same devices; None: each may see its own (as under Slurm)
+
+    The accelerator's backend is included if each rank has a device to itself, since NCCL refuses ranks that share one.
     """
     import torch.distributed as dist
 
@@ -126,7 +132,7 @@ def group_backend(ranks_here: int | None) -> str:
 
 
 def check_own_backend(name: str, asked: str) -> None:
-    """Raise `InputError` unless torch has this backend for this machine's accelerator; `asked` names the option."""
+    """Raises `InputError` unless `name` is torch's backend for this machine's accelerator; `asked` names the option."""
     import torch.distributed as dist
 
     kind = accelerator()
@@ -137,7 +143,7 @@ def check_own_backend(name: str, asked: str) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of what torch was built with, and of NCCL where there is a device for it."""
+    """Returns {"cuda", "hip": version that torch was built with, "nccl": version}, without those that are missing."""
     found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -145,7 +151,7 @@ def library_versions() -> dict[str, str]:
 
 
 def group_on_host() -> bool:
-    """Whether the default process group has no backend of an accelerator's own: its ranks compute on the host."""
+    """Whether the default process group has no accelerator's backend, so that its collectives run on the CPU."""
     import torch.distributed as dist
 
     kind = accelerator()
@@ -154,9 +160,9 @@ def group_on_host() -> bool:
 
 
 def backend_of(group: Any, device: torch.device) -> str | None:
-    """Returns the backend by which a process group moves tensors of this device ("nccl", "gloo"), or None.
+    """Returns the name of the backend that a process group uses for tensors of this device ("nccl", "gloo"), or None.
 
-    `dist.get_backend` gives the text that the group was made with, as "cpu:gloo,cuda:nccl".
+    `dist.get_backend` would return the text that the group was made with, such as "cpu:gloo,cuda:nccl".
     """
     if device.type not in {kind.type for kind in group._device_types}:
         return None
@@ -164,26 +170,26 @@ def backend_of(group: Any, device: torch.device) -> str | None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """Returns the product's name as its driver tells it; None for the CPU, or where the driver tells none."""
+    """Returns the device's product name from its driver; None for the CPU, or if the driver gives none."""
     tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_name", None)
     return None if tell is None else tell(device)
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """Returns the device's UUID by its driver; None where the driver has none."""
+    """Returns the device's UUID from its driver; None for the CPU, or if the driver gives none."""
     tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if tell is None else getattr(tell(device), "uuid", None)
     return None if uuid is None else str(uuid)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Returns peak of allocated bytes on the device since the last reset; None where the device does not count them."""
+    """Returns the peak of allocated bytes on the device since the last reset; None if the device counts none."""
     count = None if on_host(device) else getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return None if count is None else count(device)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Returns all memory of a device: an accelerator's, or this host's (its container's); None where nothing tells."""
+    """Returns the total memory in bytes of an accelerator, or of this host or its container; None if unknown."""
     if not on_host(device):
         tell = getattr(torch.get_device_module(device), "get_device_properties", None)
         return None if tell is None else tell(device).total_memory
@@ -191,15 +197,17 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Returns (all, now available) bytes of this host, or of the control group that limits this process to fewer.
+    """Returns (total, available) bytes of memory of this host, or of a control group that limits this process to fewer.
 
-    None where nothing tells. root: of the files by which Linux does
+    root   folder that contains Linux's /proc and /sys, for tests
+
+    Either is None if it is unknown.
     """
     told = {line.split()[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if " kB" in line}
     total, available = ([told[name]] if name in told else [] for name in ("MemTotal:", "MemAvailable:"))
     for folder, most, used in _memory_groups(root):
         limit, use = (_number("".join(_lines(folder / name))) for name in (most, used))
-        # "max", or no such file: this group does not limit
+        # "max" or a missing file: this group has no limit
         if limit is None:
             continue
         total.append(limit)
@@ -207,29 +215,32 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
             stat = dict(line.split() for line in _lines(folder / "memory.stat"))
             cache = sum(
                 int(stat.get(name, 0)) for name in ("inactive_file", "active_file")
-            )  # given back when asked for
+            )  # the page cache is reclaimed when memory is needed
             available.append(max(0, limit - max(0, use - cache)))
     return min(total, default=None), min([*available, *total], default=None) if available else None
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yields (folder, file of its limit, file of its use) of the control groups around this process, old and new."""
+    """Yields (folder, name of the limit's file, name of the usage's file) of each control group around this process.
+
+    Both versions of control groups are read.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         base = root / "sys/fs/cgroup" / ("memory" if kinds else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
-        # version 1 of the control groups has a line for each kind; version 2 has one without any
+        # version 1 has a line for each kind of resource; version 2 has one line without a kind
         if kinds and "memory" not in kinds.split(","):
             continue
         own = base / path.strip("/")
-        # limits of the groups around this one hold too; above the mount point there are none
+        # limits of enclosing groups hold too, up to the mount point
         for folder in (own, *own.parents):
             if folder.is_relative_to(base):
                 yield folder, *names
 
 
 def _lines(path: Path) -> list[str]:
-    """Returns a file's lines; [] where there is none that may be read."""
+    """Returns a file's lines; [] if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -241,24 +252,24 @@ def _number(text: str) -> int | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all work queued so far."""
+    """Waits until the device has done all work queued so far; returns at once for the CPU."""
     if not on_host(device):
         torch.accelerator.synchronize(device)
 
 
 def autocast_states() -> tuple[bool, ...]:
-    """Returns whether autocast is on: (for the CPU,), or (for the CPU, for the accelerator) where there is one."""
+    """Returns (whether autocast is on for the CPU, the same for the accelerator if there is one)."""
     kinds = ["cpu", *([kind.type] if (kind := accelerator()) is not None else [])]
     return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def forget_settings() -> None:
-    """Put autocast and the libraries of kernels at torch's defaults, on every kind of device."""
+    """Resets autocast, and the switches of cuDNN, oneDNN and attention kernels, to torch's defaults."""
     for kind in {"cpu", current_device().type}:
         torch.set_autocast_enabled(kind, False)
     torch.set_autocast_cache_enabled(True)
     torch.clear_autocast_cache()
-    torch._C._set_mkldnn_enabled(True)  # these four directly: torch's own tests forbid to assign the flags
+    torch._C._set_mkldnn_enabled(True)  # these four through _C, since torch's tests forbid assigning the flags
     torch._C._set_cudnn_enabled(True)
     torch._C._set_cudnn_benchmark(False)
     torch._C._set_cudnn_deterministic(False)
@@ -275,20 +286,21 @@ def profiler_activities(device: torch.device) -> list[Any]:
     return [ProfilerActivity.CPU, *([] if on_host(device) else [getattr(ProfilerActivity, own)])]
 
 
-WARM_ROUNDS = 2  # of the fixed work, since caches hold what ran before
+WARM_ROUNDS = 2  # first rounds of the fixed work that are not timed, since caches hold other data
 
 
 @cache
 def _fixed_work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tensors of `pace_us`, cached: allocating them would add a varying time of its own."""
+    """Returns the tensors of `pace_us`: two (256, 256) and one (8,); cached, since allocation takes a varying time."""
     return torch.ones(256, 256), torch.ones(256, 256), torch.ones(8)
 
 
 def pace_us(device: torch.device, rounds: int = 100) -> float | None:
-    """Returns the microseconds that a fixed piece of work takes on this rank's CPU now: a product, 60 tiny additions.
+    """Returns the median time in us of fixed work on this rank's CPU: a matrix product and 60 tiny additions.
 
-    A virtual CPU is as fast as its neighbours let it be; this says how fast that is. None on a GPU, whose clocks are
-    its own.
+    rounds   how often it is timed
+
+    The speed of a virtual CPU depends on its neighbours, and this measures it. None for an accelerator.
     """
     if not on_host(device):
         return None
@@ -304,39 +316,39 @@ def pace_us(device: torch.device, rounds: int = 100) -> float | None:
 
 
 def _initialized(device: torch.device) -> bool:
-    """Whether this process has used the accelerator: its generators exist from then on."""
+    """Whether this process has used the accelerator, whose RNG exists only from then on."""
     return bool(getattr(torch.get_device_module(device), "is_initialized", lambda: True)())
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators that torch draws from on every device."""
+    """Seeds torch's RNGs of the CPU and of all accelerators with `seed` modulo 2^63."""
     seed &= 2**63 - 1
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed walks over every backend: 100 times the price
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every backend, which takes 100 times as long
     kind = accelerator()
     if kind is not None and _initialized(kind):
         torch.get_device_module(kind).manual_seed_all(seed)
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:
-    """Returns the state of the accelerator's own generator, bytes on the CPU; None for the CPU and before first use."""
+    """Returns the state of the accelerator's RNG as a uint8 CPU tensor; None for the CPU and before first use."""
     if on_host(device) or not _initialized(device):
         return None
     return torch.get_device_module(device).get_rng_state(device)
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put back what `generator_state` gave."""
+    """Sets the accelerator's RNG to a state that `generator_state` returned."""
     torch.get_device_module(device).set_rng_state(state, device)
 
 
 def generators(device: torch.device) -> list[bytes]:
-    """Returns the states of torch's CPU generator and the device's own, without a device synchronisation."""
+    """Returns the states of torch's CPU RNG and, for an accelerator, of the device's, as bytes, to be compared."""
     own = generator_state(device)
     return [state.numpy().tobytes() for state in (torch.get_rng_state(), own) if state is not None]
 
 
 def generators_now() -> Callable[[], None]:
-    """Returns a function that puts torch's generators, the CPU's and the current device's, to where they are now."""
+    """Returns a function that restores torch's RNGs, of the CPU and the current device, to their present states."""
     device = current_device()
     state, own = torch.default_generator.get_state(), generator_state(device)
 
@@ -350,7 +362,7 @@ def generators_now() -> Callable[[], None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context: puts the states of torch's generators, the CPU's and the current device's, back at the end."""
+    """Context after which torch's RNGs, of the CPU and the current device, have the states from before."""
     put_back = generators_now()
     try:
         yield
@@ -359,16 +371,16 @@ def generators_kept() -> Iterator[None]:
 
 
 def allow_cudnn(yes: bool) -> bool:
-    """Let torch take cuDNN's kernels, or not, from now on; returns whether it took them before."""
+    """Switches torch's use of cuDNN kernels on or off; returns whether it was on before."""
     before = torch._C._get_cudnn_enabled()
-    torch._C._set_cudnn_enabled(yes)  # directly: torch's own tests forbid to assign the flag
+    torch._C._set_cudnn_enabled(yes)  # through _C, since torch's tests forbid assigning the flag
     return before
 
 
 def attention_as_ops(yes: bool = True) -> AbstractContextManager[None]:
-    """Returns a context in which an accelerator's attention runs, if `yes`, as single ops: modes see its dropout.
+    """Returns a context in which an accelerator's attention runs, if `yes`, as separate operations (the math backend).
 
-    Where there is none nothing changes: on a CPU, attention with dropout takes that path anyway.
+    Dispatch modes then see its dropout. On a CPU nothing changes, since attention with dropout runs so anyway.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

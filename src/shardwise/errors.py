@@ -1,7 +1,7 @@
-"""Every error a user can meet, each with its exit code. A message says what happened, where, why, and what to do.
+"""The errors that users see, each with its exit code, and helpers for their messages.
 
-The exit codes of the command line are properties of the errors: 1 the run failed, 2 bad input, 3 refused plan, 75
-stopped when asked to, to be started again.
+A message says what happened, where, why, and what to do. Exit codes of the command line: 1 the run failed, 2 bad
+input, 3 refused plan, 75 stopped on request, to be started again.
 """
 
 from __future__ import annotations
@@ -11,52 +11,55 @@ from collections.abc import Iterable
 
 
 class ShardwiseError(Exception):
-    """Base of all errors raised on purpose. `exit_code` is what the command line returns."""
+    """The base class of all errors raised on purpose; `exit_code`: of the command line."""
 
     exit_code = 1
 
 
 class InputError(ShardwiseError):
-    """The user's input is wrong: a misspelt key, a missing file, a module that fails on one process too."""
+    """Raised if the user's input is wrong: a misspelt key, a missing file, a module that fails on one process too."""
 
     exit_code = 2
 
 
 class NoSuchName(InputError, AttributeError):
-    """A name that `shardwise` does not have; Python's `hasattr` answers False."""
+    """Raised for an attribute that `shardwise` does not have; an AttributeError, so that `hasattr` returns False."""
 
 
 class RefusedPlan(ShardwiseError):
-    """The plan (or the plan on this task) would not equal one process, or its room is not built."""
+    """Raised if a plan (or the plan on this task) would not equal one process, or is not implemented."""
 
     exit_code = 3
 
 
 class RunError(ShardwiseError):
-    """The run failed after it began: a rank died, a loss became non-finite, a wait passed its deadline."""
+    """Raised if a run failed after it began: a rank died, a loss became non-finite, a wait passed its deadline."""
 
 
 class Stopped(RunError):
-    """The run was asked to stop and did: its state is saved, and the same command goes on."""
+    """Raised if a run was asked to stop and has: its state is saved, and the same command resumes it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 def rebuilt(kind: type[ShardwiseError], message: str) -> ShardwiseError:
-    """Returns an error of a class with this message, whatever arguments its constructor takes."""
-    error = kind.__new__(kind)  # without __init__, whose arguments are known where it was raised alone
+    """Returns an error of the class `kind` with this message, whatever arguments its constructor takes."""
+    error = kind.__new__(kind)  # without __init__, whose arguments are not known here
     error.args = (message,)
     return error
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message; the name of its class where it has none."""
+    """Returns the first line of an error's message; the name of its class if the message is empty."""
     message = str(error).strip()
     return message.splitlines()[0] if message else type(error).__name__
 
 
 def no_keyboard(text: str) -> str:
-    """Returns `; '＝' is not the keyboard's '='` for the first sign that only looks like one of syntax; "" for none."""
+    """Returns a remark on the first typographic character in `text` that looks like an ASCII one; "" without any.
+
+    For example `; '＝' is not the keyboard's '=': type it anew`.
+    """
     import unicodedata
 
     alike = {"“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "−": "-"}
@@ -68,19 +71,19 @@ def no_keyboard(text: str) -> str:
 
 
 def at_home(text: str) -> str:
-    """Returns a path with its `~` as the home folder: a shell leaves it in `--set key=~/runs`; other text as it is."""
+    """Returns a path with a leading `~` expanded, which a shell leaves in `--set key=~/runs`; other text unchanged."""
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Returns the known word that `word` was probably meant to be: one that begins with it, or alike; None if none is.
+    """Returns the known word that `word` was probably meant to be, one that begins with it or is similar, or None.
 
-    Long words must share more: else any two do.
+    Long words must be more similar than short ones.
     """
     import difflib
 
     words = list(words)
-    # a short word begins many others: it must be all of a part (`ema` of `ema_decay`)
+    # a word of up to three letters must be a whole part of the known word (`ema` of `ema_decay`)
     begun = [known for known in words if known.startswith(f"{word}_") or (len(word) > 3 and known.startswith(word))]
     if begun:
         return begun[0]

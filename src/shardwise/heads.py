@@ -1,7 +1,7 @@
-"""transformers' models by head: how each is built and called, its loss. Made-up samples: planner/configured_task.
+"""Builds and calls transformers' models by head, with their losses and metrics.
 
-A head is one of transformers' Auto classes with what its labels are. Losses are sums with the number of labels that
-count as their weight, whatever the model itself would return. Importing this does not import transformers.
+A head is one of transformers' Auto classes with the kind of its labels. A loss is a sum with the number of labels that
+are not ignored as its weight, whatever loss the model itself returns. Importing this does not import transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 IGNORED = -100
-# head -> transformers' class, and what its labels are: the next token, one for each token, or one for each sample
+# head -> (transformers' class, kind of labels): "next" (the next token), "tokens" (one for each token), "decoder" (one
+# for each token of the decoder), "classes" (one for each sample)
 HEADS: dict[str, tuple[str, str]] = {
     "causal-lm": ("AutoModelForCausalLM", "next"),
     "masked-lm": ("AutoModelForMaskedLM", "tokens"),
@@ -37,7 +38,7 @@ HEADS: dict[str, tuple[str, str]] = {
 
 
 def read_config(source: Any) -> Any:
-    """Returns transformers' configuration of a folder, of a file, or the object itself; raises `InputError`."""
+    """Returns transformers' configuration from a folder, a file, or the object itself; `InputError` for others."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:
@@ -61,13 +62,16 @@ def read_config(source: Any) -> Any:
 
 
 def parts_of(config: Any) -> list[Any]:
-    """Returns a configuration and all configurations inside it."""
+    """Returns a list of a configuration and all configurations nested in it."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config, *(part for part_config in inner if part_config is not None for part in parts_of(part_config))]
 
 
 def settings(config: Any, head: str) -> dict[str, Any]:
-    """Returns the fields of a `Task` that follow from a head: inputs, loss, metrics, name; may raise `InputError`."""
+    """Returns the fields of a `Task` that follow from a configuration and a head: "inputs", "loss", "metrics", "name".
+
+    Raises `InputError` for an encoder-decoder without a first token of the decoder.
+    """
     labels = labels_of(config, head)
     return {
         "inputs": partial(decoder_inputs, _start(config), _pad(config)) if labels == "decoder" else inputs,
@@ -80,7 +84,7 @@ def settings(config: Any, head: str) -> dict[str, Any]:
 def labels_of(config: Any, head: str) -> str:
     """Returns the kind of a head's labels: "next", "tokens", "decoder" or "classes".
 
-    Some of transformers' models from a sequence to a sequence are decoders: these are given no tokens beside the input.
+    A sequence-to-sequence model without an argument `decoder_input_ids` is a decoder alone, with labels "next".
     """
     labels = HEADS[head][1]
     alone = labels == "decoder" and "decoder_input_ids" not in arguments_of(config, head)
@@ -88,13 +92,13 @@ def labels_of(config: Any, head: str) -> str:
 
 
 def arguments_of(config: Any, head: str) -> tuple[str, ...]:
-    """Returns the names of the arguments of the forward of the model with this head; () where there is none."""
+    """Returns the names of the arguments of the model's forward; () if there is no model with this head."""
     kind = model_class(config, head)
     return tuple(inspect.signature(kind.forward).parameters) if kind is not None else ()
 
 
 def model_class(config: Any, head: str) -> Any:
-    """Returns transformers' class of a head; None where it has none for such a configuration."""
+    """Returns transformers' class of model for a configuration with this head; None if there is none."""
     import transformers
 
     mapping = getattr(transformers, HEADS[head][0])._model_mapping
@@ -107,15 +111,15 @@ def model_class(config: Any, head: str) -> Any:
 
 
 def heads_of(config: Any) -> list[str]:
-    """Returns the heads for which transformers has a model of this configuration."""
+    """Returns the names in `HEADS` for which transformers has a model of this configuration."""
     return [head for head in HEADS if model_class(config, head) is not None]
 
 
 def build_model(config: Any, head: str) -> nn.Module:
-    """Returns the model in float32 with this head, without a cache of keys and values; `InputError` for none."""
+    """Returns a new model with this head, in float32 and without key-value cache; `InputError` if there is none."""
     import transformers
 
-    config = copy.deepcopy(config)  # a model that is resized writes into its own
+    config = copy.deepcopy(config)  # changed here, and by a model that is resized
     kind = HEADS[head][0]
     for part in parts_of(config):
         if hasattr(part, "use_cache"):
@@ -135,12 +139,15 @@ def build_model(config: Any, head: str) -> nn.Module:
 
 
 def inputs(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's arguments for a batch: all of it but the labels, by keyword."""
+    """Returns the model's (args, kwargs) for a batch: all entries but "labels", as keywords."""
     return (), {name: value for name, value in batch.items() if name != "labels"}
 
 
 def decoder_inputs(start: int, pad: int, batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's arguments for a batch, with the labels shifted right as the decoder's input."""
+    """Returns the model's (args, kwargs) for a batch, with "decoder_input_ids": the labels shifted right.
+
+    start   id of the decoder's first token; `pad`: id in place of ignored labels
+    """
     labels = batch["labels"]
     shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
     return (), {**inputs(batch)[1], "decoder_input_ids": shifted.masked_fill(shifted == IGNORED, pad)}
@@ -159,27 +166,27 @@ def _pad(config: Any) -> int:
 
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (summed cross entropy of each next token, number of tokens with a label)."""
+    """Returns (sum of the next tokens' cross entropies, number of labels that are not ignored)."""
     return _summed(output.logits, _next(batch["labels"]))
 
 
 def _next(labels: Tensor) -> Tensor:
-    """Returns labels shifted left by one, the last ignored: shifting the far larger logits would copy them."""
+    """Returns the labels (B, S) shifted left by one, the last ignored, since shifting the logits would copy more."""
     return pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (summed cross entropy at each place with a label, number of these places)."""
+    """Returns (sum of the cross entropies at positions with a label, number of these positions)."""
     return _summed(output.logits, batch["labels"])
 
 
 def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Returns (summed cross entropy of each sample's class, number of samples)."""
+    """Returns (sum of the samples' cross entropies, number of samples)."""
     return cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])
 
 
 def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the logits of the labels' positions: prompt tuning puts positions of its own before them."""
+    """Returns the logits (B, S, V) of the labels' S positions, without those that prompt tuning puts before them."""
     return logits[:, -labels.shape[1] :] if logits.shape[1] > labels.shape[1] else logits
 
 
@@ -190,7 +197,10 @@ def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict[str, tuple]:
-    """Returns {"perplexity": (sum, weight, "exp"), "accuracy": (labels ranked first, weight)}; `shift`: of the next."""
+    """Returns {"perplexity": (loss, weight, "exp"), "accuracy": (number of right tokens, weight)}, for `Task.metrics`.
+
+    shift   Whether a position's logits are of the next token
+    """
     logits, labels = output.logits, batch["labels"]
     labels = _next(labels) if shift else labels
     logits = _of_labels(logits, labels)
@@ -199,6 +209,6 @@ def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict
 
 
 def class_metrics(output: Any, batch: dict[str, Tensor]) -> dict[str, tuple]:
-    """Returns {"accuracy": (samples whose class the model ranks first, samples)}."""
+    """Returns {"accuracy": (number of samples with the right class, number of samples)}, for `Task.metrics`."""
     labels = batch["labels"]
     return {"accuracy": ((output.logits.argmax(-1) == labels).sum(), len(labels))}

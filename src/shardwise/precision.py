@@ -1,4 +1,4 @@
-"""Which torch dtype holds what, and the casts, by the plan's `precision` and `reduce_dtype` (layout/precisions)."""
+"""The torch dtypes of a plan's `precision` and `reduce_dtype` (layout/precisions), and casts to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.task import Task
 
 
 def dtype(name: str) -> torch.dtype:
-    """Returns torch's dtype of a short name, such as "bf16"."""
+    """Returns the torch dtype with a plan's short name, such as "bf16"."""
     torch_dtype = getattr(torch, TORCH[name])
     assert isinstance(torch_dtype, torch.dtype)
     return torch_dtype
@@ -29,12 +29,12 @@ def dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one plan. `mixed` where the module computes in another dtype than its master weights."""
+    """The dtypes of one plan."""
 
     compute: torch.dtype  # of the module's forward and backward
-    master: torch.dtype
-    reduce: torch.dtype  # in which gradients are added over ranks
-    scaled: bool  # the loss is scaled against underflow, and an overflow skips the step
+    master: torch.dtype  # of the master weights, which the optimizer updates
+    reduce: torch.dtype  # in which gradients are summed over ranks
+    scaled: bool  # whether the loss is scaled against underflow, so that an overflow skips the step
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
@@ -45,45 +45,48 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
-        """Whether a master copy exists beside the module's weights."""
+        """Whether master weights have another dtype than the module's weights, and so are copies."""
         return self.compute != self.master
 
     @property
     def buffers(self) -> torch.dtype:
-        """Returns the dtype of floating-point buffers, never 16 bits: statistics and tables would lose too much."""
+        """Returns the dtype of floating-point buffers, never of 16 bits, in which statistics would lose precision."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        """Returns the dtype that a parameter or buffer of a module has under this precision."""
+        """Returns the dtype that a parameter or buffer of the module gets under this precision."""
         wide = self.compute if isinstance(tensor, nn.Parameter) else self.buffers
         if tensor.is_complex():
             return wide.to_complex()
         return wide if tensor.is_floating_point() else tensor.dtype
 
     def cast_inputs(self, tree):
-        """Returns a pytree with its floating-point tensors in the compute dtype."""
+        """Returns the pytree with its floating-point tensors cast to the compute dtype."""
         return tree_map_only(torch.Tensor, lambda t: t.to(self.compute) if t.is_floating_point() else t, tree)
 
     def cast_outputs(self, tree):
-        """Returns a pytree with its floating-point tensors in at least float32, in which the loss is summed."""
+        """Returns the pytree with floating-point tensors cast to float32, or float64 if that is the compute dtype."""
         wide = torch.promote_types(self.compute, torch.float32)
         if type(tree) is torch.Tensor and tree.dtype == wide:
             return tree
         return tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, tree)
 
 
-# --- modules that make or hold tensors of 32 bits beside weights of 16, or of 64
+# --- modules that make or hold tensors of another dtype than their weights
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(", re.I)
 
 
 def met_at(task: Task, plan: Plan, error: Exception) -> Task | None:
-    """Returns the task as `met` gives it; None where the error is not one of dtypes."""
+    """Returns `met(task, plan)` if the error is about dtypes, else None."""
     return met(task, plan) if _ABOUT_DTYPES.search(str(error)) else None
 
 
 def met(task: Task, plan: Plan) -> Task | None:
-    """Returns the task whose module's operations take tensors of several dtypes; None where the plan has no use."""
+    """Returns the task with a module whose operations accept tensors of different dtypes.
+
+    None if the plan computes in float32, where modules have no such problem, or compiles.
+    """
     compute = Precision.of(plan).compute
     if compute == torch.float32 or plan.compile:
         return None
@@ -100,7 +103,7 @@ def met(task: Task, plan: Plan) -> Task | None:
 
 
 def told_met(plan: Plan) -> str:
-    """Returns the notice on a task that runs as `met_at` gives it."""
+    """Returns the notice for a task that `met_at` has changed."""
     return (
         f"precision={plan.precision}: the module has or makes tensors of other dtypes beside its weights; operations "
         f"that refuse them are given all in {Precision.of(plan).compute.itemsize * 8} bits, as under torch.autocast"
@@ -108,7 +111,7 @@ def told_met(plan: Plan) -> str:
 
 
 def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
-    """Returns the module's forward where what refuses several dtypes is run again in `dtype`."""
+    """Returns a forward for the module in which operations that refuse mixed dtypes are run again in `dtype`."""
     forward = module.__dict__.get("forward")
 
     def met(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,20 +122,23 @@ def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
             return run(*args, **kwargs)
 
     met.one_dtype = dtype  # type: ignore[attr-defined]
-    if not isinstance(module, torch.jit.ScriptModule):  # whose forward has no signature
-        # its arguments are known by their names: which of them positions are cut in
+    if not isinstance(module, torch.jit.ScriptModule):  # its forward has no signature
+        # other rooms read argument names from the signature, to find dims of positions
         own = inspect.signature(module.forward)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         met.__signature__ = inspect.Signature([itself, *own.parameters.values()])  # type: ignore[attr-defined]
     return met
 
 
-# these write into running statistics, which stay as wide as they are
+# these update running statistics in place, so they run in the widest of their dtypes
 _KEEP = {functional.batch_norm, torch.batch_norm, functional.instance_norm, torch.instance_norm}
 
 
 class _OneDtype(TorchFunctionMode):
-    """Gives an operation that refused tensors of several dtypes all in one: what it writes into has its own."""
+    """A mode that runs an operation again with all floating-point tensors in one dtype if it refused mixed dtypes.
+
+    That is `dtype`, except that in-place operations keep their target's dtype, and `_KEEP` the widest.
+    """
 
     active = False
 
@@ -154,7 +160,7 @@ class _OneDtype(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError as error:
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
-            given_out = kwargs.get("out") is not None  # a copy of it would be written into, and lost
+            given_out = kwargs.get("out") is not None  # the result would be written into a cast copy and lost
             if len(dtypes) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
                 raise
         name = getattr(func, "__name__", "")

@@ -1,6 +1,6 @@
-"""Show on stderr what a command is doing, in one line or as a log. The steps of a run: observe/progress_display.
+"""Shows on stderr what a command is doing, in one changing line or as a log. For steps: observe/progress_display.
 
-A line is written by a function that can be pickled, so that rank 0 of a probe writes it itself.
+The functions that write can be pickled, so that rank 0 of a probe can write itself.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Say = Callable[[str], None]
-LOG_S = 10.0  # after which a log is told of work that goes on, and after twice as long again
-FIRST_S = 0.5  # after which it is told of the first part, of which it has heard nothing
-EVERY_S = 2.0  # between plain lines of one process: a log is read later
+Say = Callable[[str], None]  # shows a text
+LOG_S = 10.0  # seconds after which a log gets a line on work under way; then after 20, 40, ...
+FIRST_S = 0.5  # seconds after which a log gets a line on the first part
+EVERY_S = 2.0  # least seconds between plain lines of one process
 _last_plain = [-EVERY_S]
 
 
 class Unbroken(io.FileIO):
-    """A standard stream that drops what it cannot write (its reader is gone, the disk of a log full): work goes on."""
+    """A raw stream that drops what it cannot write (its reader is gone, the disk is full) instead of raising."""
 
     def write(self, data: Any) -> int:
-        """Write the bytes, or drop them; returns their number."""
+        """Writes the bytes or drops them; returns their number."""
         left = memoryview(data)
-        while left:  # a write to a pipe may take a part
+        while left:  # a write to a pipe may be partial
             try:
                 left = left[super().write(left) or 0 :]
             except OSError:
@@ -36,7 +36,7 @@ class Unbroken(io.FileIO):
 
 
 def unbroken_stderr() -> None:
-    """Let stderr drop what it cannot write; not where it is no file, as under a test."""
+    """Replaces `sys.stderr` by a stream that drops what it cannot write; does nothing if it was replaced (tests)."""
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr.flush()
         raw = Unbroken(sys.stderr.fileno(), "w", closefd=False)
@@ -44,18 +44,18 @@ def unbroken_stderr() -> None:
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Does nothing; the `Say` for a command that shows no progress."""
 
 
 def line(text: str) -> None:
-    """Replace the terminal's current line by `text`, cut to the terminal's width."""
+    """Replaces the terminal's current line by `text`, truncated to the terminal's width."""
     width = shutil.get_terminal_size().columns - 1
     sys.stderr.write(f"\r\x1b[2K{text[:width]}")
     sys.stderr.flush()
 
 
 def plain(text: str) -> None:
-    """Print `text` as a line; it is dropped where the last one is not two seconds old."""
+    """Prints `text` as a line, unless this process printed one within the last two seconds."""
     if text and time.monotonic() - _last_plain[0] >= EVERY_S:
         _last_plain[0] = time.monotonic()
         sys.stderr.write(f"{text}\n")
@@ -63,7 +63,7 @@ def plain(text: str) -> None:
 
 
 def block(text: str) -> None:
-    """Print lines that stay, whatever line a terminal shows."""
+    """Prints `text` on lines that stay, after clearing a terminal's progress line."""
     if sys.stderr.isatty():
         line("")
     sys.stderr.write(f"{text}\n")
@@ -71,13 +71,13 @@ def block(text: str) -> None:
 
 
 def sayer(wanted: bool) -> Say:
-    """Returns the function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` if not wanted."""
+    """Returns the function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` unless `wanted`."""
     return (line if sys.stderr.isatty() else plain) if wanted else silent
 
 
 @contextmanager
 def telling(wanted: bool) -> Iterator[Say]:
-    """Context: gives a function that shows progress on stderr (not `wanted`: none); clears the line at the end."""
+    """Context that gives a `Say` for stderr (a silent one unless `wanted`), and clears its line at the end."""
     say = sayer(wanted)
     try:
         yield say
@@ -88,19 +88,19 @@ def telling(wanted: bool) -> Iterator[Say]:
 
 @contextmanager
 def timing(wanted: bool, first: str = "") -> Iterator[Say]:
-    """Context: as `telling`, and the seconds of the part that goes on are counted: by a terminal's line each second,
-    in a log after 10, 20, 40 seconds and so on.
+    """Context as `telling`, which also shows how many seconds the present part of the work has taken.
 
-    first   the part that goes on from the start; a log hears of it where it takes half a second
+    first   text on the part under way at the start; a log gets it if it takes half a second. "": none
 
-    For work that this process waits for; what ranks say themselves would be written over.
+    A terminal's line is updated each second, a log gets a line after 10, 20, 40, ... seconds. For work during which
+    ranks do not write to the terminal themselves.
     """
     with telling(wanted) as say:
         if say is silent:
             yield say
             return
         patience = 0.0 if say is line else LOG_S
-        state: list = [first, time.monotonic(), patience]  # the part, when it began, seconds until it is told of next
+        state: list = [first, time.monotonic(), patience]  # text of the part, its start, seconds until the next line
         unheard = bool(first) and say is not line
         if first and say is line:
             say(first)
@@ -108,7 +108,7 @@ def timing(wanted: bool, first: str = "") -> Iterator[Say]:
 
         def tick() -> None:
             if unheard and not over.wait(FIRST_S) and state[0] == first:
-                block(first)  # the first part that follows is told too, however soon
+                block(first)  # not `plain`, which would suppress the next part's line within two seconds
             while not over.wait(1.0):
                 passed = time.monotonic() - state[1]
                 if state[0] and passed >= state[2]:

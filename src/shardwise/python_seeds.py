@@ -1,6 +1,6 @@
-"""Python's and numpy's generators: seeded alike in all processes, put back afterwards (in reading: random/).
+"""Seeds, reads and restores the RNGs of Python and numpy.
 
-What this does not do: give each sample draws of its own, as modes do for torch's operations.
+What this does not do: give each sample random numbers of its own, as random/ does for torch's operations.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 
 
 def seed_python(seed: int) -> None:
-    """Seeds Python's generator, and numpy's where it is imported: what they draw cannot be dealt over samples."""
+    """Seeds Python's RNG, and numpy's (modulo 2^32) if numpy is imported."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def python_states() -> tuple:
-    """Returns where Python's and numpy's generators stand, to be compared."""
+    """Returns the states of Python's and numpy's RNGs, to be compared for equality."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ("", b"", 0)
     return random.getstate(), bytes(state[1]), state[2]
 
 
 def python_kept() -> Callable[[], None]:
-    """Returns a function that puts Python's and numpy's generators back to where they are now."""
+    """Returns a function that restores Python's and numpy's RNGs to their present states."""
     kept = random.getstate()
     numpy = sys.modules.get("numpy")
     kept_numpy = numpy.random.get_state() if numpy is not None else None
@@ -41,7 +41,7 @@ def python_kept() -> Callable[[], None]:
 
 @contextmanager
 def python_restored() -> Iterator[None]:
-    """Context: Python's and numpy's generators are afterwards as they were before."""
+    """Context after which Python's and numpy's RNGs have the states from before."""
     put_back = python_kept()
     try:
         yield

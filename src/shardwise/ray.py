@@ -1,12 +1,12 @@
-"""Ray Train as the engine of a run: `trainer` gives its `TorchTrainer`, each of whose workers starts one rank.
+"""Runs training under Ray Train: `trainer` returns a `TorchTrainer`, each of whose workers starts one rank.
 
-    TorchTrainer --> N workers --> each starts the command, with a rank's variables (torchrun's)
-    rank 0 --pipe--> its worker --> all workers: ray.train.report(metrics, where the newest checkpoint lies)
-    a worker or a node that is lost, or ranks that end with 75 --> the group starts again, on the workers there are
-    a node that Ray is about to take away --> its ranks are asked to save and stop
+    TorchTrainer --> N workers --> each starts the command, with torchrun's variables for its rank
+    rank 0 --pipe--> its worker --> all workers: ray.train.report(metrics, path of the newest checkpoint)
+    a worker or a node is lost, or ranks end with 75 --> the workers start again, on the nodes there are
+    Ray is about to preempt a node --> the ranks are asked to save and stop
 
-Workers follow each other node by node, as Ray Train sorts them, so ranks lie as plans lay them out. A run's checkpoints
-stay where the run writes them: Ray is given a file that says where, and the same command goes on from the newest.
+Ray Train sorts workers node by node, so ranks are placed as plans assume. A run's checkpoints stay where the run writes
+them; Ray gets a small file with their path, and the same command resumes from the newest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.errors import InputError, RunError, Stopped
 from shardwise.layout import Plan, check
 from shardwise.observe.engine_sinks import RAY_PIPE
 
-FAILURES = 3
+FAILURES = 3  # restarts of the workers after errors
 SAVED_TEXT = "stopped and saved"
-POINTER = "shardwise.json"  # in a checkpoint of Ray's: {"path": folder of ours, "step": steps done}
+POINTER = "shardwise.json"  # file in Ray's checkpoint: {"path": folder of our checkpoint, "step": steps done}
 POLL_S = 0.5
-LAST_WORD_S = 5.0  # something that the rank started may still have the pipe
+LAST_WORD_S = 5.0  # seconds to wait for the pipe's end, which a child of the rank may keep open
 
 
 def trainer(
@@ -49,14 +49,14 @@ def trainer(
 ) -> Any:
     """Returns a `ray.train.torch.TorchTrainer` that trains a task or a configuration under a plan.
 
-    task       what `shardwise train` takes: "file.py:task", a built-in one, a configuration's path; all nodes have it
-    plan       one worker for each rank
-    arguments  more words of `shardwise train`
-    min_ranks  go on with as few workers, under a smaller plan and the same order of samples, where nodes are lost
-    out        folder of the runs, which all nodes share; the job's run lies in `out`/`name`
-    options    those of `command_trainer`
+    task       as `shardwise train` takes it: "file.py:task", a built-in task, path of a configuration, on all nodes
+    plan       a `Plan` or its text; there is one worker for each rank
+    arguments  further words for `shardwise train`
+    min_ranks  least number of workers with which to continue if nodes are lost, under a smaller plan; None: all
+    out        folder of the runs, which all nodes share; the job's runs are in `out`/`name`
+    options    further arguments of `command_trainer`
 
-    Raises `InputError`, `RefusedPlan` for a plan that is misspelt or refused.
+    Raises `InputError` for a misspelt plan, `RefusedPlan` for one that is refused.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     check(parsed)
@@ -83,11 +83,14 @@ def command_trainer(
 ) -> Any:
     """Returns a `ray.train.torch.TorchTrainer` whose workers each run the command as one rank.
 
-    workers    how many; (least, most) for a run that goes on with fewer (train.min_ranks)
-    gpus       each worker asks for one, and for `cpus`
-    folder     of Ray's own results; what is trained lies where the command says
-    variables  of the ranks' environment; `passed`: names whose values are those of this process, else `InputError`
-    failures   starts of the group after an error; those after a node that was taken away are not counted
+    command    words of the command
+    workers    number of workers; (least, most) for a run that continues with fewer (train.min_ranks)
+    gpus       Whether each worker asks for a GPU; `cpus`: CPUs that it asks for
+    name       of the job in Ray
+    folder     folder of Ray's own results; the command says where its runs lie
+    variables  environment variables of the ranks, by name; None: none
+    passed     names of variables whose values are taken from this process; `InputError` if one is not set
+    failures   restarts of the workers after errors; restarts after a preempted node are not counted
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -101,7 +104,7 @@ def command_trainer(
             "command": list(command),
             "variables": {**(variables or {}), **{variable: os.environ[variable] for variable in passed}},
         },
-        torch_config=TorchConfig(backend="gloo"),  # of the workers themselves, which share a host's devices under it
+        torch_config=TorchConfig(backend="gloo"),  # the workers' own group, which needs no device
         scaling_config=ScalingConfig(
             num_workers=workers, use_gpu=gpus, resources_per_worker={"CPU": cpus, **({"GPU": 1} if gpus else {})}
         ),
@@ -112,9 +115,11 @@ def command_trainer(
 
 
 def run_rank(config: dict[str, Any]) -> None:
-    """Run the command as this worker's rank, reporting what it says, until it ends.
+    """Runs the command as this worker's rank and reports its metrics, until it ends. Called on each worker.
 
-    Raises `RunError` where it fails or has stopped.
+    config   {"command": words, "variables": {name: value}}
+
+    Raises `RunError` if it fails or has stopped.
     """
     import ray
     from ray.train import get_context
@@ -141,26 +146,31 @@ def run_rank(config: dict[str, Any]) -> None:
 
 
 def _follow(process: subprocess.Popen[bytes], rank: int, records: Records | None) -> None:
-    """Report rank 0's records on all workers until its process ends, then wait for this rank's. Collective."""
+    """Reports rank 0's records on all workers until its process ends, then waits for this rank's process. Collective.
+
+    records   of rank 0's run; None on other workers
+
+    Raises `RunError` if this rank's process fails or has stopped.
+    """
     from ray.train import report
     from ray.train.collective import broadcast_from_rank_zero
 
     asked = False
     while True:
         _raise_failed(rank, process.poll())
-        # only rank 0 has records: it tells the others when the run has ended
+        # rank 0 decides for all workers when the run has ended
         ended = records is not None and process.poll() is not None
-        # what the run wrote last must not be lost
+        # records that the run wrote last must not be lost
         if records is not None and ended:
             records.drain()
         metrics = records.take() if records is not None else {}
         news, over = broadcast_from_rank_zero((bool(metrics), ended))
-        # every worker calls report, whoever has numbers
+        # every worker has to call report
         if news:
             _report(report, metrics, records)
         if over:
             break
-        # once: the run saves and ends by itself
+        # one signal suffices, after which the run saves and ends
         if not asked and _is_taken_away():
             process.send_signal(signal.SIGUSR1)
             asked = True
@@ -170,7 +180,10 @@ def _follow(process: subprocess.Popen[bytes], rank: int, records: Records | None
 
 
 def _report(report: Any, metrics: dict[str, Any], records: Records | None) -> None:
-    """Report metrics, and of rank 0 where a checkpoint lies that was not reported before. Collective."""
+    """Reports metrics to Ray, on rank 0 with the path of a checkpoint that was not reported before. Collective.
+
+    report   `ray.train.report`
+    """
     from ray.train import Checkpoint
 
     newest = None if records is None else records.new_checkpoint()
@@ -184,7 +197,7 @@ def _report(report: Any, metrics: dict[str, Any], records: Records | None) -> No
 
 
 def _is_taken_away() -> bool:
-    """Returns whether Ray is about to lose a node of this group, where this version tells. Collective."""
+    """Whether Ray is about to preempt a node of these workers; False if this version of Ray cannot tell. Collective."""
     from ray import train
 
     asked = getattr(train, "get_preemption_info", None)
@@ -199,7 +212,7 @@ def _raise_failed(rank: int, code: int | None) -> None:
 
 
 class Records:
-    """What rank 0 says of its run, read by a thread: the newest metrics, and where its checkpoints lie."""
+    """The records that rank 0 writes into a pipe, read by a thread: newest metrics, and the folder of checkpoints."""
 
     def __init__(self, pipe: int) -> None:
         self._file = os.fdopen(pipe, encoding="utf-8")
@@ -212,12 +225,12 @@ class Records:
 
     @classmethod
     def open(cls) -> tuple[Records, int]:
-        """Returns records, and the number of the file that the rank is to write."""
+        """Returns (new records, file descriptor into which the rank has to write them as JSON lines)."""
         read, write = os.pipe()
         return cls(read), write
 
     def _read(self) -> None:
-        """Take over what the run writes, line by line, until it ends."""
+        """Reads the pipe line by line until it ends; runs in the thread."""
         for line in self._file:
             record = json.loads(line)
             with self._lock:
@@ -225,17 +238,17 @@ class Records:
                 self._new = {**self._new, **record}
 
     def drain(self) -> None:
-        """Wait until all is read that a rank, which has ended, has written."""
+        """Waits, at most `LAST_WORD_S` seconds, until the pipe is read to its end; called after the rank has ended."""
         self._thread.join(LAST_WORD_S)
 
     def take(self) -> dict[str, Any]:
-        """Returns the newest value of each metric since the last call; {} where there is nothing new."""
+        """Returns {metric: newest value} of what came since the last call; {} if nothing did."""
         with self._lock:
             new, self._new = self._new, {}
         return new
 
     def new_checkpoint(self) -> Path | None:
-        """Returns the newest checkpoint; None where there is none, or it was returned before."""
+        """Returns the path of the newest checkpoint; None if there is none or it was returned before."""
         newest = None if self._folder is None else next(iter(publish.scan(place(self._folder))), None)
         if newest is None or newest == self._reported:
             return None
@@ -249,7 +262,7 @@ def _free_port() -> int:
 
 
 def _end_with_worker() -> None:
-    """Have Linux end this process with the worker that started it: Ray ends a worker without a word."""
+    """Makes Linux kill this process when the worker that started it ends, since Ray kills workers without notice."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,13 +1,13 @@
-"""A task whose model is fed its own result: K steps of a forecast, each with a loss, trained together.
+"""`rollout`: a task that runs a one-step model K times, each step on the last one's output, and sums the steps' losses.
 
     batch      x (B, C, H, W), y (B, K, C, H, W), forcing (B, K, F, H, W)
-    step k     the one-step task's `inputs` and `loss` see x_k (C, H, W), y[:, k] and forcing[:, k] of each sample
-    x_{k+1}    advance(output_k, batch_k): the output itself, or what takes its place in the next step's input
-    loss       (sum over k of w_k S_k, sum over k of w_k W_k): the mean over steps weighted by w, of the steps' means
+    step k     the one-step task's `inputs` and `loss` get x_k (B, C, H, W), y[:, k] and forcing[:, k]
+    x_{k+1}    advance(output_k, batch_k): by default the output itself
+    loss       (sum over k of w_k S_k, sum over k of w_k W_k), of the steps' sums S_k and weights W_k
 
-With `recompute` a step keeps its input alone and is computed again in backward: K states, and the activations of one
-step. Forcings are known fields that are not forecast (the sun's height, boundary temperatures): each step is given its
-own, and no gradient goes through them.
+With `recompute` a step keeps only its input and is recomputed in backward, so memory holds K states and the activations
+of one step. Forcings are known fields that are not forecast (solar elevation, boundary temperatures); each step gets
+its own, without gradient.
 """
 
 from __future__ import annotations
@@ -29,26 +29,24 @@ def _itself(output: Any, batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Cuts a batch of K steps into batches of one step."""
+    """The arguments of `rollout`, which split a batch of K steps into batches of one step."""
 
     task: Task  # of one step
-    state: str  # the batch's field that a step starts from
-    targets: str  # the field with the K steps to come
-    forcings: tuple[str, ...]  # fields that each step reads of its own time
+    state: str  # the batch's entry from which the first step starts
+    targets: str  # the batch's entry with the targets of K steps
+    forcings: tuple[str, ...]  # entries of which each step gets its own part
     weights: tuple[float, ...]  # of the steps' losses; () for 1 each
     advance: Callable[[Any, Any], Any]  # (output, the step's batch) -> the next step's state
-    recompute: bool  # each step again in backward
-    asked: Mapping[str, Any]  # as it was called: a proof begins with these
+    recompute: bool  # whether each step is recomputed in backward
+    asked: Mapping[str, Any]  # the arguments of `rollout` by name, from which a proof makes the task again
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Returns K, the number of steps in a batch; `InputError` where its fields or the weights do not fit."""
-        # a batch without these fields belongs to another task: the message lists what it has
+        """Returns K, the number of steps in a batch; `InputError` if its entries or the weights do not fit."""
         missing = [name for name in (self.state, self.targets, *self.forcings) if name not in batch]
         if missing:
             raise InputError(f"rollout: the batch has no {', '.join(missing)}; it has {', '.join(batch)}")
         steps, whole = batch[self.targets].shape[1], tuple(batch[self.targets].shape)
         for name in self.forcings:
-            # dim 1 counts steps; one short of steps would repeat the last one silently
             if batch[name].dim() < 2 or batch[name].shape[1] < steps:
                 raise InputError(
                     f"rollout: '{name}' of shape {tuple(batch[name].shape)} is read at each of {steps} steps along "
@@ -59,17 +57,17 @@ class _Steps:
         return steps
 
     def factors(self, count: int) -> tuple[float, ...]:
-        """Returns the weight of each step's loss."""
+        """Returns the weights of the losses of `count` steps."""
         return self.weights[:count] or (1.0,) * count
 
     def at(self, batch: Mapping[str, Any], k: int, state: Any) -> dict[str, Any]:
-        """Returns the batch of step k, which starts at `state`."""
+        """Returns the one-step task's batch of step k, which starts from the tensor `state`."""
         forced = {name: batch[name].select(1, k).detach() for name in self.forcings}
         return {**batch, **forced, self.state: state, self.targets: batch[self.targets].select(1, k)}
 
 
 class Rollout(nn.Module):
-    """The one-step module, run K times: the outputs of all steps, in a tuple."""
+    """A module that runs the one-step module K times: batch -> tuple of the K outputs."""
 
     def __init__(self, step: nn.Module, steps: _Steps):
         super().__init__()
@@ -101,7 +99,7 @@ class _Loss:
     steps: _Steps
 
     def __call__(self, outputs: tuple[Any, ...], batch: Mapping[str, Any]) -> tuple:
-        """Returns the loss and its weight, summed over steps by the steps' weights."""
+        """Returns (loss, weight), each summed over steps with the steps' weights."""
         total, weight, state = 0.0, 0.0, batch[self.steps.state]
         for k, (output, factor) in enumerate(zip(outputs, self.steps.factors(len(outputs)), strict=True)):
             now = self.steps.at(batch, k, state)
@@ -115,7 +113,10 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Growing:
-    """`batch` with the first K steps alone, K by the curriculum."""
+    """A function for `Task.batch` that gives the first K steps of `batch`, with K by the curriculum.
+
+    curriculum   (training step from which on, K), ascending
+    """
 
     batch: Callable[[int], Any]
     steps: _Steps
@@ -137,20 +138,20 @@ def rollout(
     weights: Sequence[float] = (), recompute: bool = True, advance: Callable[[Any, Any], Any] = _itself,
     curriculum: Mapping[int, int] | None = None,
 ) -> Task:  # fmt: skip
-    """Returns a task of K steps made from a one-step task; its batches hold the targets of all K steps.
+    """Returns a task of K steps made from a one-step task, whose batches are mappings with the targets of K steps.
 
-    task        of one step: its `inputs` and `loss` are called with the batch of each step
-    state       the batch's entry that a step starts from, (B, ...); from the second step on, what `advance` gives
-    targets     what outputs are compared with, (B, K, ...): their number is K
-    forcings    entries (B, K, ...) that each step has its own of
-    weights     of the steps' losses, at least K; () for all alike
-    recompute   keep each step's input alone, and compute the step again in backward
-    advance     (output, batch of this step) -> the next state
-    curriculum  {training step from which on: K}, with 0 among them, for tasks with `batch`
+    task        of one step; its `inputs` and `loss` are called with the batch of each step
+    state       name of the entry (B, ...) from which the first step starts; later steps get what `advance` returns
+    targets     name of the entry (B, K, ...) with each step's targets, which determines K
+    forcings    names of entries (B, at least K, ...) of which step k gets [:, k]
+    weights     weights of the steps' losses, at least K; () for 1 each
+    recompute   Whether a step keeps only its input and is recomputed in backward
+    advance     (output, batch of this step) -> the next state; by default the output
+    curriculum  {training step from which on: K}, with a key 0, for tasks with `batch`; None: all steps of a batch
 
-    The model gives a tuple of K outputs; `predict_to` takes `select=lambda outputs: torch.stack(outputs, 1)`.
-    Raises `InputError` for a task with `metrics`, and a curriculum that cannot be followed; the task does where a batch
-    is no mapping with these entries, or a step's loss has extras.
+    The model returns a tuple of K outputs; `predict_to` takes `select=lambda outputs: torch.stack(outputs, 1)`.
+    Raises `InputError` for a task with `metrics`, and a curriculum that cannot be followed. The new task raises it for
+    a batch without these entries, and for a loss with extras.
     """
     asked = dict(locals())
     if not isinstance(task, Task):

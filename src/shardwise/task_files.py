@@ -1,6 +1,6 @@
-"""Find the tasks that a Python file defines by reading its text: nothing of it is imported or run.
+"""Finds the tasks that a Python file defines by parsing its text, without importing it.
 
-A task is a function that can be called with nothing and returns a value, or a variable that holds `Task(...)`.
+A task is a function that can be called without arguments and returns a value, or a variable assigned `Task(...)`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from shardwise.errors import did_you_mean
 
 BUILTIN = ("text", "digits")
-FEW = 12
+FEW = 12  # at most so many tasks are listed in a message
 
 
 def tasks_in(path: str | Path) -> list[str]:
-    """Returns names of a file's tasks in its order; empty for a file that cannot be read or is not Python.
+    """Returns the names of a file's tasks, in order; [] for a file that cannot be read or is not Python.
 
-    Functions that build a `Task` themselves are listed alone where there are any: others may be helpers.
+    If some functions build a `Task` themselves, only those are listed, since others may be helpers.
     """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def tasks_in(path: str | Path) -> list[str]:
         return []
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     makers, before = {"Task"}, 0
-    while len(makers) > before:  # those that call one that makes a task make one too
+    while len(makers) > before:  # a function that calls one that makes a task makes one too
         before = len(makers)
         makers |= {node.name for node in functions if _makes_task(node, makers)}
     functions = [node for node in functions if _may_be_a_task(node)]
@@ -56,7 +56,7 @@ def calls_prepare(path: str | Path) -> bool:
 
 
 def _may_be_a_task(function: ast.FunctionDef) -> bool:
-    """Whether this is a public function that can be called without arguments and returns a value."""
+    """Whether a function is public, can be called without arguments, and returns a value."""
     taken = function.args
     needed = len(taken.posonlyargs) + len(taken.args) - len(taken.defaults) + taken.kw_defaults.count(None)
     own = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -70,14 +70,14 @@ def _makes_task(function: ast.FunctionDef, makers: set[str]) -> bool:
 
 
 def _calls(call: ast.Call, names: set[str]) -> bool:
-    """Whether a call is of one of these functions: `Task(...)`, `shardwise.Task(...)`, `task.with_(...)` is not."""
+    """Whether a call is of a function or attribute with one of these names: `Task(...)`, `shardwise.Task(...)`."""
     function = call.func
     return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) in names
 
 
 def which_task(name: str) -> str:
-    """Returns a hint for a task that cannot be resolved, such as `mine.py` in the place of `mine.py:task`."""
-    # what a user may mean, from the most particular to the most general: each is answered by what to write
+    """Returns advice for a task's name that cannot be resolved, such as `mine.py` in place of `mine.py:task`."""
+    # known mistakes, from the most specific to the most general
     stem = name.removesuffix(":").removesuffix(".py")
     path = Path(f"{stem}.py")
     if not name.strip():
@@ -92,25 +92,25 @@ def which_task(name: str) -> str:
         return f"it is the folder of a run: --resume {name} goes on with it, --init-from {name} begins with its weights"
     if Path(name).is_dir():
         return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
-    # a file without its task: its tasks are listed
+    # a file without a task: list its tasks
     if ":" not in name.removesuffix(":") and path.is_file():
         tasks = tasks_in(path)
         if not tasks:
             return f"{path} has no function that takes nothing and returns a Task; write one and give {path}:its_name"
         more = f" and {len(tasks) - FEW} more" if len(tasks) > FEW else ""
         return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in tasks[:FEW]) + more
-    # a file that is not there, or nearly named so
+    # a missing file, perhaps with a similar name
     if name.endswith(".py"):
         near = did_you_mean(path.name, sorted(module.name for module in path.parent.glob("*.py")))
         return f"there is no file {name}{looked_in(path)}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
-    # "folder.file.task": the last part is a task of that file
+    # "folder.file.task" for "folder/file.py:task"
     before, dot, task = name.replace("/", ".").rpartition(".")
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
-    # "meta-llama/Llama-3.1-8B": a name of the hub, which nothing is fetched from
+    # a name of the Hugging Face hub, such as "meta-llama/Llama-3.1-8B"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).parent.is_dir():
         return f"nothing is fetched from a hub: hf download {name} --local-dir FOLDER, and give FOLDER"
     choices = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
@@ -123,10 +123,10 @@ def folder_above(path: Path) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether a folder is that of a run, as `train` writes one."""
+    """Whether a folder is that of a run of `train` (it has config.toml and plan.toml)."""
     return (folder / "config.toml").is_file() and (folder / "plan.toml").is_file()
 
 
 def looked_in(path: Path) -> str:
-    """Returns where a file of a relative path was looked for; "" where the path says it."""
+    """Returns " in FOLDER" for a relative path, to end a message on a missing file; "" for an absolute one."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"

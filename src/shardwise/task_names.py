@@ -1,13 +1,13 @@
-"""Resolve what a command or a function was given as its task (a name, a file, an object) to a `Task`.
+"""Resolves the task that a command or a function was given (a name, a file, an object) to a `Task`.
 
     Task, or a function that returns one    itself, or its result
     text, digits                            a built-in task at its default sizes
     my.toml                                 the task that the configuration file describes
-    a folder with a config.json             transformers' model, on the files that the section names
+    a folder with a config.json             a task of transformers' model, on the files that [task] names
     module:name                             from the Python path or the current folder
 
-The module may also be the path of a file, as in `examples/moons.py:task`. What goes wrong in the user's module is
-told in one line with its file and line.
+The module may also be the path of a file, as in `examples/moons.py:task`. An error in the user's module becomes a
+message of one line with its file and line.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from shardwise.task_files import looked_in, which_task
 if TYPE_CHECKING:
     from shardwise.config.schema import LoraSection, TaskSection
 
-MOST_CHARACTERS = 500  # of an exception's own message in one of ours
+MOST_CHARACTERS = 500  # of a user's exception that are quoted in a message
 GUARD = 'under `if __name__ == "__main__":`'
 _under_way: list[str] = []  # tasks whose files are being imported
 
 
 def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
-    """Returns the `Task` of an object, a function or a name; `section`: the sizes of a built-in one.
+    """Returns the `Task` of an object, a function or a name, as in the module's docstring.
 
-    Raises `InputError` for a name that is not found, code that fails where it is imported or called (shardwise's own
+    section   [task] of a configuration, for a built-in task or a folder; None: the defaults
+
+    Raises `InputError` for a name that is not found, code that fails when it is imported or called (shardwise's own
     errors keep their class), and results that are no `Task`.
     """
-    # an object or a function, in Python; a name, on the command line
     if not isinstance(named, str):
         return call_task(getattr(named, "__name__", type(named).__name__), named)
     from shardwise.config import load
@@ -58,11 +59,9 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
         if config.lora.rank is not None:
             from shardwise.adapters import with_lora
 
-            # with adapters the task is wrapped: it must be pickled to the ranks as it is
             return with_lora(resolve_task(config.task.name, config.task), config.lora)
         section, named = config.task, config.task.name
     if named in BUILTINS:
-        # sizes of the section, or the built-in ones
         section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
         module_name, _, attribute = BUILTINS[named].rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section)
@@ -74,7 +73,10 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
 
 @dataclass(frozen=True)
 class AdaptedTask:
-    """Callable that returns a task (`reference`: for `resolve_task`) with adapters in its model; can be pickled."""
+    """A function that returns a task with adapters in its model; it can be pickled.
+
+    reference   the task, as `resolve_task` takes it; `section`: [lora] of a configuration
+    """
 
     reference: Any
     section: LoraSection
@@ -86,7 +88,7 @@ class AdaptedTask:
 
 
 def refuse_while_imported(what: str) -> None:
-    """Raises `InputError` where `what` is called by a task's file that is being imported, as it is on each rank."""
+    """Raises `InputError` if a task's file is being imported, and so calls `what` (a function's name) at import."""
     if _under_way:
         raise InputError(f"its file calls {what} as it is imported, as every rank does: put that {GUARD}")
 
@@ -101,9 +103,14 @@ def _of_module(name: str) -> Task:
 
 
 def _import(task: str, name: str) -> ModuleType:
-    """Returns the module of a file or by its name; raises `InputError`, naming `task`, for what cannot be imported."""
+    """Imports a module by the path of its file or by its name, and returns it.
+
+    task   name of the task, for messages
+
+    Raises `InputError` if it cannot be imported, changes the working folder, or another module has its name.
+    """
     folder, file = Path.cwd(), None
-    # by path: the folder comes first on sys.path, so that the file's name is enough
+    # a path: its folder is put on sys.path, and the file imported by its stem
     if name.endswith(".py"):
         file = Path(name)
         if file.is_dir():
@@ -112,23 +119,22 @@ def _import(task: str, name: str) -> ModuleType:
             near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
             raise InputError(f"task {task!r}: there is no file {name}{looked_in(file)}{near}")
         folder, name = file.resolve().parent, file.stem
-    # "mine/tasks" without .py: a file of that name is what was meant
+    # "mine/tasks" without .py
     elif Path(f"{name}.py").is_file() and "/" in name:
         raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")
     elif Path(name).is_file():
         raise InputError(f"task {task!r}: the file {name} does not end in .py, as a module must")
-    # its own folder, as for a script: modules beside it can be imported
+    # the file's own folder, as for a script, so that it can import modules beside it
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     stood = Path.cwd()
     try:
-        # what it draws at import, every rank draws alike
         _under_way.append(task)
         with _drawn_alike():
             module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        # the name itself is not found, or a module that it imports is not
+        # distinguish a missing task module from a missing module that it imports
         if name == missing or name.startswith(missing + "."):
             raise InputError(f"task {task!r}: there is no module {missing!r}{_like_modules(missing)}") from None
         raise InputError(f"task {task!r}: {where(error)}") from error
@@ -142,7 +148,7 @@ def _import(task: str, name: str) -> ModuleType:
         raise _task_error(task, "importing it failed", error) from error
     finally:
         _under_way.pop()
-    # ranks would look for their files somewhere else
+    # ranks would resolve relative paths differently
     if (now := Path.cwd()) != stood:
         os.chdir(stood)
         raise InputError(
@@ -150,7 +156,7 @@ def _import(task: str, name: str) -> ModuleType:
             f"are relative to {stood}: leave it out and give paths by Path(__file__).parent, or start in that folder"
         )
     found = getattr(module, "__file__", None)
-    # another module of that name was imported already (the user's `random.py`)
+    # another module of that name was imported before (the user's file is called `random.py`)
     if file is not None and (found is None or not file.samefile(found)):
         of = f" ({found})" if found else ""
         raise InputError(f"task {task!r}: another module is called {name} too{of}: give the file another name")
@@ -159,9 +165,9 @@ def _import(task: str, name: str) -> ModuleType:
 
 @contextmanager
 def _drawn_alike() -> Iterator[None]:
-    """Context: code that makes a task's data without a seed draws the same numbers in every process; it is run in each.
+    """Context in which torch's, numpy's and Python's RNGs are seeded with 0; afterwards they are restored.
 
-    torch's, numpy's and Python's generators are then as they were.
+    Code that makes a task's data without a seed then gets the same random numbers in every process.
     """
     import torch
 
@@ -178,7 +184,7 @@ def _like_modules(name: str) -> str:
 
 
 def _attribute(task: str, module: ModuleType, path: str) -> Any:
-    """Returns the object at a dotted path in a module; `InputError`, with the nearest name, for none."""
+    """Returns the object at a dotted path in a module; `InputError` that suggests a similar name if there is none."""
     value: Any = module
     for name in path.split("."):
         try:
@@ -190,13 +196,16 @@ def _attribute(task: str, module: ModuleType, path: str) -> Any:
 
 
 def call_task(task: str, value: Any) -> Task:
-    """Returns a `Task` as it is, or what a function returns, named after it (after its module if called `task`).
+    """Returns `value` if it is a `Task`, else the task that the function `value` returns.
 
-    `task` is its name in messages. Raises as `resolve_task` does.
+    task   name of the task, for messages
+
+    A task without a name is named after its function, or after the module if the function is called `task`. Raises as
+    `resolve_task` does.
     """
     if isinstance(value, Task):
         return value
-    # a model's class is callable too, and would be called with nothing: the likeliest mistake has its own words
+    # a common mistake: the model's class, which is callable too
     if inspect.isclass(value) and not issubclass(value, Task):
         raise InputError(
             f"task {task!r}: is a class; write a function that returns Task(model={value.__name__}, ...) and give that"
@@ -206,7 +215,7 @@ def call_task(task: str, value: Any) -> Task:
             f"task {task!r}: is of type {type(value).__name__}; expected a Task, or a function that takes "
             "nothing and returns one"
         )
-    # before it is called: a TypeError out of the call would look like one of the function's own
+    # checked before the call, whose TypeError would look like the function's own
     needs = _arguments(value)
     if needs:
         raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")
@@ -218,7 +227,7 @@ def call_task(task: str, value: Any) -> Task:
     if not isinstance(made, Task):
         raise InputError(f"task {task!r}: returned {type(made).__name__}, not a shardwise.Task")
     name = getattr(value, "__name__", "task")
-    if name == "task":  # as most are called: the module says more
+    if name == "task":  # the most common name, so the module's says more
         name = _stem(getattr(value, "__module__", "")) or name
     return made.with_(name=name) if made.name == "task" and name.isidentifier() else made
 
@@ -230,7 +239,7 @@ def _stem(module: str) -> str:
 
 
 def _arguments(function: Any) -> list[str]:
-    """Returns the names of the arguments without a default."""
+    """Returns the names of a function's arguments without a default; [] if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -240,14 +249,17 @@ def _arguments(function: Any) -> list[str]:
 
 
 def _task_error(task: str, what: str, error: BaseException) -> ShardwiseError:
-    """Returns the error to raise for a failing task: shardwise's own keep their class, others become one line."""
+    """Returns the error to raise for a failing task: shardwise's own with its class, any other as an `InputError`.
+
+    task, what   for the message: the task's name, and what failed
+    """
     if isinstance(error, ShardwiseError):
         return rebuilt(type(error), f"task {task!r}: {error}")
     return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error) or _at_import(error)}")
 
 
 def _at_import(error: BaseException) -> str:
-    """Returns what to do about a file that is a package's, or that sets up ranks itself; "" for any other error."""
+    """Returns advice on an error at import: a relative import, or `init_process_group`; "" for any other error."""
     if isinstance(error, ImportError) and "relative import" in str(error):
         return "; name a file of a package as package.module:task, in the folder that holds the package"
     if any(frame.name == "init_process_group" for frame in traceback.extract_tb(error.__traceback__)):
@@ -256,14 +268,14 @@ def _at_import(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Returns a hint at the field of `Task` that a misspelt keyword is nearest to, or ""."""
+    """Returns a hint on an unknown keyword of `Task`: the nearest field or configuration key; "" for other errors."""
     match = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = [field.name for field in fields(Task)]
     return (did_you_mean(match[1], names) or _configured(match[1]) or f" (known: {', '.join(names)})") if match else ""
 
 
 def _configured(word: str) -> str:
-    """Returns which section or key of a configuration sets what was given to `Task`, "" where none is alike."""
+    """Returns a hint that a configuration key similar to `word` sets it, and not `Task`; "" if none is similar."""
     from shardwise.config.effective import keys
 
     own = [key for key in keys() if "." in key and not key.startswith("plan.")]
@@ -273,14 +285,14 @@ def _configured(word: str) -> str:
 
 
 def where(error: BaseException, *, own_alone: bool = False) -> str:
-    """Returns `tasks.py:12: ValueError: message`: the innermost line of the user's own code, else of all code.
+    """Returns an error in one line, `tasks.py:12: ValueError: message`, with the innermost line of the user's code.
 
-    own_alone   no line where none is the user's
+    own_alone   Whether to give no line if none is in the user's code, instead of the innermost line of any code
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split()) or "(no message)"
-    if len(message) > MOST_CHARACTERS:  # a tensor printed whole, an array of names
+    if len(message) > MOST_CHARACTERS:  # such as a printed tensor
         message = f"{message[: MOST_CHARACTERS - 100]} ... {message[-100:]}"
     text = f"{type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -289,7 +301,7 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
 
 
 def inputs_hint(error: BaseException) -> str:
-    """Returns a hint at `Task.inputs` where a batch's tensors seem to be taken for the model's arguments; else ""."""
+    """Returns a hint on `Task.inputs` if the model was apparently called with wrong arguments; else ""."""
     if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
         return (
             ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs), "
@@ -299,14 +311,14 @@ def inputs_hint(error: BaseException) -> str:
 
 
 def where_in_text(trace: str) -> str:
-    """Returns `tasks.py:12`, the innermost line of user code, else of any, in a traceback's text; "" without one."""
+    """Returns `tasks.py:12`, the innermost line of user code (else of any) in a traceback's text; "" if it has none."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     own = [place for place in places if not _is_library(place[0])] or places
     return ":".join(own[-1]) if own else ""
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is the user's own code: of no library, nor of this one."""
+    """Whether a file is the user's own code, and of no installed library or shardwise."""
     return not _is_library(file)
 
 

@@ -1,6 +1,6 @@
-"""Low-rank adapters in a task's model, through peft: which layers get them, and a task whose model has them.
+"""Low-rank adapters in a task's model, through peft: choose the layers, put adapters in, read and write their files.
 
-Importing this room does not import peft; the extra `lora` brings it.
+Importing this package does not import peft; the extra `lora` installs it.
 """
 
 from __future__ import annotations

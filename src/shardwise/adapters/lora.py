@@ -1,11 +1,11 @@
-"""`with_lora(task, section)`: the task whose model's layers have low-rank adapters, which alone are trained.
+"""`with_lora(task, section)`: a task whose model has low-rank adapters, which are the only trained parameters.
 
-    y = W x + (alpha / rank) B A x          W frozen, A drawn, B zero: at the start the model is what it was
+    y = W x + (alpha / rank) B A x          W frozen, A random, B zero, so at the start the model is unchanged
 
-peft writes its own layers into the model (`inject_adapter_in_model`), under the model's own names: no class around it,
-so that plans, heads and exports see the model that they know. Values of W are those of the task: a folder's, or drawn.
+peft puts its layers into the model (`inject_adapter_in_model`) without a wrapper class, so the names of other modules,
+and the model's class, stay. The values of W are the task's: from a folder, or initialised from the seed.
 
-What this does not do: adapters other than LoRA, rsLoRA and DoRA; a task's own `peft.get_peft_model` makes them.
+What this does not do: adapters other than LoRA, rsLoRA and DoRA; for those a task calls `peft.get_peft_model` itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from shardwise.task import Task
 
 
 def with_lora(task: Task, section: LoraSection) -> Task:
-    """Returns the task with adapters in its model; as it is where no rank is set.
+    """Returns the task with adapters in its model; unchanged if `section.rank` is None.
 
-    Raises `InputError` without peft, at once; `peft_config`'s errors come when the model is made.
+    section  the configuration's `[lora]`
+    Raises `InputError` if peft is missing; the errors of `peft_config` are raised when the model is made.
     """
     if section.rank is None:
         return task
@@ -41,7 +42,7 @@ def with_lora(task: Task, section: LoraSection) -> Task:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A constructor whose model has adapters beside the layers that `[lora]` names."""
+    """A model constructor: calls `model`, and puts adapters into the layers that `section` names."""
 
     model: Callable[[], nn.Module]
     section: LoraSection
@@ -51,13 +52,13 @@ class Adapted:
 
         model, section = self.model(), self.section
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of peft: what it sets by itself (a transposed weight)
+            warnings.simplefilter("ignore")  # peft warns of settings that it corrects itself (a transposed weight)
             adapted = peft.inject_adapter_in_model(peft_config(section, model), model)
         return adapted
 
 
 def _base(model: nn.Module) -> dict[str, Any]:
-    """Returns the fields of peft's configuration by which its Auto classes load the base; {} without a folder."""
+    """Returns the fields of peft's configuration that name the base model; {} if the model is from no local folder."""
     name = getattr(model, "name_or_path", None)
     if not name or not Path(name).is_dir():
         return {}
@@ -66,9 +67,10 @@ def _base(model: nn.Module) -> dict[str, Any]:
 
 
 def peft_config(section: LoraSection, model: nn.Module) -> Any:
-    """Returns peft's configuration of the section for a model, its layers by their whole paths.
+    """Returns the `peft.LoraConfig` for a model, with the section's target layers by their full paths.
 
-    Raises `InputError` for patterns that match nothing, a rank above a layer's width, a layer that `whole` trains too.
+    Raises `InputError` for a pattern that matches nothing, a rank above a layer's width, and a target layer that is
+    inside a module of `section.whole`, which is trained without an adapter.
     """
     import peft
 
@@ -82,7 +84,7 @@ def peft_config(section: LoraSection, model: nn.Module) -> Any:
         **_base(model),
         r=section.rank,
         lora_alpha=section.alpha if section.alpha is not None else section.rank,
-        target_modules="|".join(map(re.escape, paths)),  # peft matches it against whole paths
+        target_modules="|".join(map(re.escape, paths)),  # a regular expression that peft matches with full paths
         lora_dropout=section.dropout,
         use_rslora=section.rslora,
         use_dora=section.dora,

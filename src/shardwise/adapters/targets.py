@@ -1,8 +1,7 @@
-"""Which modules get adapters: patterns of `[lora] targets` matched against a model's linear layers.
+"""Choose the modules that get adapters: patterns of `[lora] targets` are matched with a model's linear layers.
 
-A pattern is the end of a module's path (`q_proj`, `self_attn.q_proj`) or a whole path, with `*` and `?` within one
-part of it (`layers.*.mlp.up_proj`); `all-linear` is every linear layer, of a transformers model but the one that makes
-the output.
+A pattern is a full path or the last parts of one (`q_proj`, `self_attn.q_proj`), with `*` and `?` within a part
+(`layers.*.mlp.up_proj`). `all-linear` matches every linear layer, but the output layer of a transformers model.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ ALL = "all-linear"
 
 
 def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[str]:
-    """Returns the paths of the layers to get adapters, which the patterns name.
+    """Returns the paths of the linear layers that match a pattern, each once, in the model's order.
 
-    Raises `InputError` for a model without linear layers, a pattern that matches none, a layer narrower than the rank.
+    Raises `InputError` for a model without linear layers, a pattern that matches none, a layer narrower than `rank`.
     """
     widths = dict(_linear_layers(model))
     if not widths:
         raise InputError("lora.targets: the model has no linear layer to put adapters beside")
-    # a layer may be named by several patterns: it gets one adapter
     paths = [path for path in widths if any(_is_named(path, pattern, model) for pattern in patterns)]
     for pattern in patterns:
         if not any(_is_named(path, pattern, model) for path in widths):
-            # a pattern that names nothing is a mistake; the last parts are what a pattern gives
+            # patterns are mostly last parts of paths, so similar ones of these are suggested
             names = list(dict.fromkeys(path.rpartition(".")[2] for path in widths))
             near = (
                 did_you_mean(pattern.rpartition(".")[2], names)
@@ -38,7 +36,7 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
             )
             raise InputError(f"lora.targets: {pattern!r} matches none of the {len(widths)} linear layers{near}")
     for path in paths:
-        # an adapter larger than its layer trains more and not less than the layer itself
+        # such an adapter would have more parameters than the layer
         if rank > widths[path]:
             raise InputError(
                 f"lora.rank: {rank} is above the width of '{path}' ({widths[path]}), where an adapter is larger than "
@@ -48,9 +46,9 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
 
 
 def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Returns the paths of the modules to be trained whole.
+    """Returns the paths of the modules that match a pattern of `[lora] whole`, to be trained without adapters.
 
-    Raises `InputError` for a pattern that matches none, and where peft would take another module for one of them.
+    Raises `InputError` for a pattern that matches none, and if peft would train another module too.
     """
     # a module without parameters has nothing to train
     modules = [path for path, module in model.named_modules() if path and any(True for _ in module.parameters())]
@@ -61,7 +59,7 @@ def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             near = did_you_mean(pattern, list(dict.fromkeys(path.rpartition(".")[2] for path in modules)))
             raise InputError(f"lora.whole: {pattern!r} matches no module with parameters{near}")
         paths += named
-    # peft asks whether a module's path ends in the letters of one of these, and trains `aux_head` with `head`
+    # peft compares the ends of paths as text, so that `head` matches `aux_head`
     for path in modules:
         alike = next((own for own in paths if path.endswith(own)), None)
         if alike is not None and path not in paths:
@@ -74,19 +72,20 @@ def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _is_named(path: str, pattern: str, model: nn.Module) -> bool:
+    """Whether a linear layer's path matches a pattern."""
     if pattern == ALL:
         return model.get_submodule(path) is not _output_layer(model)
     return _ends_as(path, pattern)
 
 
 def _ends_as(path: str, pattern: str) -> bool:
-    """Whether the last parts of a path are those of the pattern."""
+    """Whether the last parts of a path match the parts of the pattern."""
     parts, wanted = path.split("."), pattern.split(".")
     return len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yields (path, smaller of input and output width) of layers that multiply by one matrix."""
+    """Yields (path, smaller of input and output width) of each linear layer."""
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if path and weight is not None and (isinstance(module, nn.Linear) or _is_transposed(module)):
@@ -99,5 +98,5 @@ def _is_transposed(module: Any) -> bool:
 
 
 def _output_layer(model: Any) -> Any:
-    """Returns the layer that makes a transformers model's output; None for other modules."""
+    """Returns a transformers model's output layer (`lm_head`), or None; None for other modules."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -1,14 +1,14 @@
-"""Checkpoints that cannot be torn, load under any plan, and let a run go on exactly.
+"""Checkpoints that are complete or absent, load under any plan, and let a run continue exactly.
 
-pieces     which elements of a whole tensor a rank holds, and copying what two such pieces have in common
-files      writing, syncing and renaming (each one a place where a test can end the process), safetensors' layout
-manifest   what a checkpoint holds: tensors, pieces, files with their digests, and everything that is not a tensor
-publish    a rank's file, then the manifest, the rename, and what may be removed afterwards
-stored     tensors of a published checkpoint, or of other safetensors files, read piece by piece
-holdings   what a rank of an engine holds, as pieces
-save       an engine's state into a folder, while training goes on
-load       a folder's state into an engine, verified before anything is changed
+pieces     which elements of an unsharded tensor a rank holds, and copying the elements that two pieces share
+files      writing, syncing and renaming (a test can end the process before each), the layout of safetensors
+manifest   the content of a checkpoint: tensors, pieces, files with their digests, and all other state
+publish    writes a rank's file, then the manifest, renames the folder, and removes old checkpoints
+stored     reads pieces of tensors of a checkpoint, or of other safetensors files
+holdings   the tensors that a rank of an engine holds, as pieces
+save       saves an engine's state while training goes on
+load       loads a checkpoint into an engine, after verifying it
 
-`torch.distributed.checkpoint` was not used: its chunks are boxes, and a rank's share may be interleaved heads; its
-planning exchanges pickles; it has no digests, and a crash in an overwrite leaves a mixture that loads.
+`torch.distributed.checkpoint` is not used because its chunks are boxes, while a rank's share may be interleaved heads;
+its planning exchanges pickles; and it has no digests, so a crash during an overwrite leaves a mixture that loads.
 """

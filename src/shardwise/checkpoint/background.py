@@ -1,8 +1,8 @@
 """The process that writes a rank's part of a checkpoint (for `save`) while training goes on. Without torch.
 
-It is started once, with a descriptor of the memory file that the rank fills, and told what to write as one line of
-JSON; it answers with one line. It ends when the rank does, after what it is writing: a rank that is killed in the
-middle of a save still leaves the checkpoint, if every rank's buffer was full.
+It is started once, with a descriptor of the memory file that the rank fills. Each request is a line of JSON, and so is
+the answer. When the rank ends, it finishes the save under way and ends too, so a rank that is killed during a save
+still leaves the checkpoint if every rank had filled its buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve
 
 
 class Writer:
-    """The process that writes this rank's files in the background. `file`: descriptor of the memory the rank fills."""
+    """A handle on the process that writes this rank's files; `file`: descriptor of the memory that the rank fills."""
 
     def __init__(self, file: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -39,13 +39,13 @@ class Writer:
             # in a session of its own: a Ctrl-C or a kill of the ranks' group does not reach a save under way
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
         )  # fmt: skip
-        self.step: int | None = None  # of the save under way
-        self._work: Work | None = None  # the save itself
-        self.path = ""  # where the last save lies
+        self.step: int | None = None  # step of the save under way; None: there is none
+        self._work: Work | None = None  # description of the newest save
+        self.path = ""  # folder of the last save that succeeded
         self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
-        """Start writing the first `size_bytes` of the memory file. Raises `RunError` where the process has ended."""
+        """Starts writing the first `size_bytes` of the memory file as `work` says; `RunError` if the process ended."""
         assert self.process.stdin is not None
         self.step, self._work = work.step, work
         fields = {**asdict(work), "folder": str(work.folder)}
@@ -56,14 +56,14 @@ class Writer:
             self._fail(self._given_up(f"its writer has ended ({error.strerror})"))
 
     def answered(self) -> str:
-        """Returns the state of the current save: "" while it runs (or without one), then "well" or "badly"."""
+        """Returns the outcome of the save under way: "" if there is none or it still runs, else "well" or "badly"."""
         assert self.process.stdout is not None
         if self.step is None or not (self._answer or select.select([self.process.stdout], [], [], 0)[0]):
             return ""
         return "badly" if self._read()["error"] else "well"
 
     def wait(self) -> None:
-        """Wait until no save is being written. Raises `RunError` where it failed."""
+        """Waits until the save under way has ended, if there is one. Raises `RunError` if it failed."""
         if self.step is None:
             return
         answer, self._answer = self._read(), None
@@ -72,7 +72,7 @@ class Writer:
         self.step, self.path = None, answer["path"]
 
     def _read(self) -> dict[str, str]:
-        """Returns the writer's answer to the current save, {"error", "path"}; waits for it."""
+        """Returns the writer's answer to the current save, {"error": "" or message, "path"}; waits for it."""
         assert self.process.stdout is not None
         if self._answer is None:
             line = self.process.stdout.readline()
@@ -81,7 +81,7 @@ class Writer:
         return self._answer
 
     def _given_up(self, why: str) -> str:
-        """Write into the folder that this rank's part will not come, so that no rank waits for it; returns `why`."""
+        """Marks in the folder that this rank's part will not come, so that no rank waits for it; returns `why`."""
         if self._work is not None:
             give_up(self._work, RunError(why), disk_of(self._work.folder))
         return why
@@ -91,11 +91,11 @@ class Writer:
         raise RunError(f"the checkpoint of step {step} was not written: {why}")
 
     def close(self) -> None:
-        """End the process; one with a save under way ends by itself after it, without a wait here."""
+        """Ends the process; if a save is under way the process ends by itself after it, and is not waited for."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        if self.step is not None:  # the save under way ends without this process: nobody waits for it here
+        if self.step is not None:  # a wait would last as long as the disk needs
             return
         self.process.stdout.close()
         try:
@@ -106,7 +106,12 @@ class Writer:
 
 
 def serve(file: int) -> None:
-    """Run the writer process's loop: write what its rank hands over, until that rank has ended."""
+    """Runs the writer process: writes the saves that its rank asks for on stdin, until stdin ends with the rank.
+
+    file   descriptor of the memory that the rank fills
+
+    Each line on stdin is {"work": fields of `Work`, "bytes"}; the answer on stdout is {"error", "path"}.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # its rank decides when to stop
     points.listen_as_asked()
@@ -127,20 +132,21 @@ def serve(file: int) -> None:
 
 
 def _write(file: int, request: dict[str, Any], waiting: _Waiting) -> Path:
-    """Write one save from the memory file; returns the checkpoint's folder, on ranks but 0 the one being written."""
+    """Writes one save from the memory file; returns the checkpoint's folder (on ranks but 0: the unfinished one)."""
     work = Work(**{**request["work"], "folder": place(request["work"]["folder"])})
     with mmap.mmap(file, request["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
         return write_and_publish(work, [view], disk_of(work.folder), waiting.going)
 
 
 class _Waiting:
-    """Decides whether to go on waiting for other ranks' files: only a while after this writer's own rank has ended."""
+    """Decides how long rank 0's writer waits for other ranks' files: up to `ALONE_S` after its own rank has ended."""
 
     def __init__(self) -> None:
         self.gone_at: float | None = None
 
     def going(self) -> bool:
         ready = select.select([sys.stdin.buffer], [], [], 0)[0]
-        if ready and self.gone_at is None:  # a rank sends nothing while a save is under way: this is its end
+        # a rank sends nothing while a save is under way, so readable means end of file: the rank has ended
+        if ready and self.gone_at is None:
             self.gone_at = time.monotonic()
         return self.gone_at is None or time.monotonic() < self.gone_at + ALONE_S

@@ -1,7 +1,7 @@
-"""Write files that survive a crash (sync, then rename); read and write safetensors. A dtype: holdings; a store: remote.
+"""Writes files that survive a crash (sync, then rename); reads and writes safetensors. Stores: checkpoint/remote.
 
-Every change goes through a `Disk`, one method each, so that a test can end the process before any of them, or keep a
-log of them and lose what was not yet synced.
+Every change of the file system goes through a method of `Disk`, so that a test can end the process before any change,
+or log the changes and drop those that were not yet synced.
 
     file   8 bytes: length of the header | header: JSON, name -> dtype, shape, [begin, end) | the tensors' bytes
 """
@@ -25,7 +25,7 @@ from shardwise.errors import InputError, RunError
 from shardwise.guard.points import reach
 
 CHUNK = 2**20  # bytes of one write, and of one read: what is hashed is still in the cache when it is copied
-LFS = b"version https://git-lfs"  # with what a pointer begins, in the place of a file that was not fetched
+LFS = b"version https://git-lfs"  # first bytes of the pointer that git lfs leaves in place of an unfetched file
 MAX_HEADER = 100 * 2**20  # bytes; what the safetensors library allows
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -34,21 +34,23 @@ ITEM_BYTES = {
 
 
 class Disk:
-    """Changes files of the file system. Subclasses may do something before each change."""
+    """The file system, as far as checkpoints change it. Subclasses may act before each change, or use a store."""
 
     def reached(self, change: str, path: Path) -> None:
-        """Hook before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
+        """Called before each `change` ("create", "write", "sync", "rename", "sync folder", "remove") of `path`."""
         reach("disk", subject=(change, path))
 
     def folder(self, path: Path) -> None:
-        """Make a folder; it may exist."""
+        """Makes a folder and its parents; it may exist."""
         self.reached("create", path)
         path.mkdir(parents=True, exist_ok=True)
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """Make a new file with these bytes, synced; returns their digest as `digest_of`. `OSError` where one is there.
+        """Makes a new file of the concatenated `parts`, synced; returns its digest as `digest_of` does.
 
-        read_back   read it again, beside the sync; `RunError` where other bytes come
+        read_back   Whether to read the file again during the sync; `RunError` if the bytes differ
+
+        Raises `OSError` if the file exists.
         """
         self.reached("create", path)
         digest = xxhash.xxh3_128()
@@ -65,7 +67,7 @@ class Disk:
             self.reached("sync", path)
             read_digest = _synced(handle, path if read_back else None)
         except OSError as error:
-            error.filename = error.filename or str(path)  # which a write by descriptor does not tell
+            error.filename = error.filename or str(path)  # a write by descriptor does not name the file
             raise
         finally:
             os.close(handle)
@@ -74,18 +76,18 @@ class Disk:
         return digest.hexdigest()
 
     def small(self, path: Path, data: bytes) -> None:
-        """Make a new small file, whole from the moment its name is there."""
+        """Makes a new small file, which is complete as soon as its name exists."""
         partial = path.with_name(path.name + ".partial")
         self.file(partial, [data])
         self.rename(partial, path)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Rename a file, in place of another where there is one, or a folder."""
+        """Renames a file or a folder; an existing file `to` is replaced."""
         self.reached("rename", path)
         os.rename(path, to)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder last through a crash."""
+        """Syncs a folder, so that the names in it survive a crash."""
         self.reached("sync folder", path)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -94,13 +96,13 @@ class Disk:
             os.close(handle)
 
     def withdraw(self, path: Path, why: str) -> Path:
-        """Rename a checkpoint's folder so that it is no checkpoint any more; returns the new path."""
+        """Renames a checkpoint's folder to NAME.`why`, which no scan takes for a checkpoint; returns the new path."""
         to = path.with_name(f"{path.name}.{why}")
         self.rename(path, to)
         return to
 
     def remove(self, path: Path) -> None:
-        """Remove a file, whether it is there or not, or a folder with all that is in it."""
+        """Removes a file, if it exists, or a folder with its content."""
         self.reached("remove", path)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -108,16 +110,16 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Put a small file in place of another, whole at any time."""
+        """Replaces the content of a small file; a reader sees the old or the new content, never a mixture."""
         partial = path.with_name(path.name + ".partial")
-        self.remove(partial)  # left by a process that was killed here; a new file does not open over it
+        self.remove(partial)  # a process killed here leaves one, and `file` refuses to overwrite
         self.file(partial, [data])
         self.rename(partial, path)
         self.sync_folder(path.parent)
 
 
 def must_be(path: Path, read_digest: str, written: str) -> None:
-    """Raises `RunError` where the digest read back is not the one that was written."""
+    """Raises `RunError` if the digest that was read back differs from that of the bytes `written`."""
     if read_digest != written:
         raise RunError(
             f"{path} reads back with digest {read_digest}, and {written} was written: the disk is not to be trusted"
@@ -125,7 +127,7 @@ def must_be(path: Path, read_digest: str, written: str) -> None:
 
 
 def _synced(handle: int, path: Path | None) -> str:
-    """Sync; returns the digest of the file as it reads back meanwhile ("" without `path`)."""
+    """Syncs the open file; returns the digest of `path` as read back during the sync ("" if `path` is None)."""
     if path is None:
         os.fsync(handle)
         return ""
@@ -140,14 +142,14 @@ def _synced(handle: int, path: Path | None) -> str:
 class TensorEntry:
     """One tensor of a safetensors file: its bytes lie at [begin, end) of the file."""
 
-    dtype: str  # as safetensors writes it: "F32", "BF16"
+    dtype: str  # in the notation of safetensors, such as "F32" or "BF16"
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Returns (first bytes of a safetensors file with these (dtype, shape) by name, {name: place of its bytes}).
+    """Returns (header bytes of a safetensors file, {name: entry with its bytes}); `tensors`: name -> (dtype, shape).
 
     Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
     """
@@ -169,7 +171,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns {name: entry} of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
+    """Returns {name: entry} of a safetensors file. `InputError` if it is damaged, truncated, or of another format."""
     try:
         size = size_of(path)
         with path.open("rb") as file:
@@ -183,7 +185,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         fields.pop("__metadata__", None)
         entries = {name: _entry(field, 8 + length) for name, field in fields.items()}
         at = 8 + length
-        # without a hole or an overlap a file that was cut short, or two names on one range, cannot pass
+        # entries must be contiguous, which catches truncated files and two names for one range
         for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
             if entry.begin != at:
                 raise ValueError("tensors overlap, or there is a hole between them")
@@ -193,7 +195,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         again = "fetch it again" if path.suffix == ".safetensors" else "give a .safetensors file, or a run's folder"
-        # what else the file is, most likely: told only once reading has failed
+        # say what the file is instead, if that can be seen from its first bytes
         if path.is_file() and path.open("rb").read(len(LFS)) == LFS:
             raise InputError(f"{path} is a pointer of git lfs, not the weights themselves: git lfs pull") from error
         if path.is_file() and begins_as_pickle(path):
@@ -202,13 +204,16 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def begins_as_pickle(path: Path) -> bool:
-    """Whether a file begins as torch.save's do: as a zip archive, or a pickle of protocol 2 or later."""
+    """Whether a file begins like a file of torch.save: a zip archive, or a pickle of protocol 2 or later."""
     with path.open("rb") as file:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 
 
 def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
-    """Returns the entry of a header's field, with bytes counted from the file's start; `ValueError` if damaged."""
+    """Returns the entry of one field of a safetensors header; `ValueError` if the field is damaged.
+
+    base   byte of the file at which tensors begin, to which the field's offsets are relative
+    """
     shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
     # `type`, since JSON's true is an int to isinstance
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
@@ -221,7 +226,7 @@ def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
 
 
 def parsed(text: bytes) -> Any:
-    """Returns the value of strict JSON: UTF-8, no names twice, no NaN. `ValueError` for anything else."""
+    """Returns the value of a strict JSON text: UTF-8, without repeated keys or NaN; `ValueError` for anything else."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -239,8 +244,8 @@ def parsed(text: bytes) -> Any:
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a regular file; `ValueError` for anything else, whose reading might not end."""
-    own = getattr(path, "size", None)  # of a place in a store
+    """Returns the size of a regular file in bytes; `ValueError` for anything else, whose reading might not end."""
+    own = getattr(path, "size", None)  # the method of a `RemotePath`
     if own is not None:
         return int(own())
     status = path.stat()

@@ -1,8 +1,8 @@
-"""Read others' state dicts for `checkpoint convert` (`torch.save`, DCP folders); write such a folder. A run: stored.
+"""Reads state dicts of `torch.save` and folders of `torch.distributed.checkpoint`; writes such a folder.
 
-Nothing in them is executed. Of a file, torch's restricted reader makes tensors and plain containers alone
-(`weights_only`); of a folder's `.metadata` only torch's classes that describe tensors are made, and only tensors are
-read. What needs more is refused.
+For `checkpoint convert`. No code in the files is executed. A file is read with torch's restricted unpickler
+(`weights_only`), which makes tensors and plain containers alone; from a folder's `.metadata` only torch's classes that
+describe tensors are made, and only tensors are read. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shardwise.checkpoint.files import begins_as_pickle
 from shardwise.errors import InputError, first_line
 
 METADATA = ".metadata"
-SHARED = 16  # names of one storage: by how much tensors may be more than their file
+SHARED = 16  # tensors may have so many times the bytes of their file, since several names may share a storage
 _PLAIN = {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path"), ("torch", "Size"),
           ("torch.serialization", "_get_layout")}  # fmt: skip
 
 
 def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Path]:
-    """Write a safetensors file's tensors as a folder that `torch.distributed.checkpoint.load` reads; returns its files.
+    """Writes a safetensors file's tensors as a folder for `torch.distributed.checkpoint.load`; returns its files.
 
-    key   under which the state dict lies there, such as "model"; None: the names are those of the tensors
+    key   the state dict's key in the saved dict, such as "model"; None: tensors are saved at the top level
 
-    Tensors are mapped from the file, not held. Raises `InputError` where the target exists.
+    Tensors are memory-mapped from the file. Raises `InputError` if the target exists.
     """
     if os.path.lexists(target):
         raise InputError(f"{target} exists: give a new name")
@@ -48,7 +48,7 @@ def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Pa
     )  # written beside: a target that is there is whole
     try:
         with safe_open(weights, "pt") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is there, which is meant
+            warnings.simplefilter("ignore")  # torch warns that there is no process group, which is intended here
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             dcp.save(tensors if key is None else {key: tensors}, checkpoint_id=partial, no_dist=True)
         partial.replace(target)
@@ -58,19 +58,19 @@ def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Pa
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
+    """Whether `path` is a file that begins like one of torch.save, or a folder of `torch.distributed.checkpoint`."""
     if path.is_dir():
         return (path / METADATA).is_file()
     return path.is_file() and begins_as_pickle(path)
 
 
 def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
-    """Returns {name: tensor on the CPU} of the state dict in a pickled file or folder.
+    """Returns {name: tensor on the CPU} of the state dict in a file of torch.save, or a DCP folder.
 
-    key   where the state dict lies in what was saved, such as "model"; None: it is all of it, or the only one in it
+    key   dotted path of the state dict within the saved object, such as "model"; None: all of a folder, or the only
+          state dict in a file
 
-    Raises `InputError` for what cannot be read without running code of the file, and where it is not clear which one
-    is meant.
+    Raises `InputError` if reading would run code of the file, or if a file has several state dicts and no key is given.
     """
     if path.is_dir():
         tensors = _of_folder(path)
@@ -91,7 +91,7 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
             "by torch.load in a script of yours, and save its state_dict with safetensors"
         ) from error
     states = dict(_state_dicts(whole, ""))
-    # nothing to choose: a file of one state dict, at whatever depth, needs no key
+    # a file with one state dict needs no key, at whatever depth it lies
     if key is None and len(states) == 1:
         key = next(iter(states))
     if key is not None and key in states:
@@ -106,7 +106,7 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Raises `InputError` for packed records, which torch.save never writes: they can be of any size."""
+    """Raises `InputError` if a zip archive has compressed records, which torch.save never writes and have any size."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -119,7 +119,7 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Raises `InputError` for tensors that are no plain arrays, or that would take far more than lies in the file."""
+    """Raises `InputError` for tensors that are not dense and on the CPU, or far larger in sum than their file."""
     for name, value in state.items():
         if value.layout != torch.strided or value.is_quantized or not value.is_cpu:
             raise InputError(f"{path}: '{name[:80]}' is no plain array ({value.layout} on {value.device})")
@@ -129,11 +129,14 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _state_dicts(value: Any, name: str) -> Any:
-    """Yields (dotted place in `value`, {name: tensor}) of each nested dict that holds tensors alone."""
-    # weights are looked for in dicts with text as keys alone: lists have no names to match by
+    """Yields (dotted path, {name: tensor}) of each dict within `value` that holds tensors alone.
+
+    name   dotted path of `value` itself; "" at the top
+    """
+    # only dicts with str keys are searched, since a state dict needs names
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
-    # nothing but tensors: this is a state dict, found at `name` (a file may hold several)
+    # only tensors: this is a state dict, at path `name` (a file may hold several)
     if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         yield name, dict(value)
         return
@@ -145,10 +148,10 @@ def _state_dicts(value: Any, name: str) -> Any:
 
 
 class _Describing(pickle.Unpickler):
-    """Unpickler that makes torch's descriptions of tensors, and nothing else."""
+    """An unpickler that makes torch's dataclasses and enums that describe tensors, and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the class or dtype that a pickle names, of a few that only describe; refuses all others as unsafe."""
+        """Returns the class or dtype `module`.`name` if it only describes tensors; else raises `UnpicklingError`."""
         cls = None
         if (module, name) in _PLAIN:
             cls = super().find_class(module, name)
@@ -166,7 +169,7 @@ class _Describing(pickle.Unpickler):
 
 
 class _Reader(filesystem.FileSystemReader):
-    """torch's reader, over a description that was read by `_described`."""
+    """torch's reader of a folder, with the metadata that `_described` has checked in place of its own unpickling."""
 
     def __init__(self, folder: Path, description: Any) -> None:
         super().__init__(folder)
@@ -185,15 +188,18 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
     state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: one process reads
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process reads
             dcp.load(state, storage_reader=_Reader(folder, description), no_dist=True)
-    except Exception as error:  # what a damaged folder raises in there is anything
+    except Exception as error:  # a damaged folder may raise any class
         raise InputError(f"{folder} cannot be read: {first_line(error)[:300]}") from error
     return state
 
 
 def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns (the folder's metadata, {name: metadata of that tensor}), checked; `InputError` if it is damaged."""
+    """Returns (the folder's metadata, {name: metadata of that tensor}); `InputError` if it is damaged or unsafe.
+
+    Checked are the classes it names, that its files lie in the folder, and that its tensors are no larger than those.
+    """
     path = folder / METADATA
     try:
         with path.open("rb") as file:

@@ -1,14 +1,14 @@
-"""What a rank's engine holds, each tensor as a piece of a whole one. A new kind of tensor: also save and load.
+"""The tensors that a rank's engine holds, each as a piece of an unsharded one, by their names in a checkpoint.
 
-    model/W        masters of trained weights, and frozen ones      pieces as the plan cuts them
-                   (frozen ones that the task reads from files are left out while they are as read: `ReadAgain`)
+    model/W        masters of trained weights, and frozen weights   pieces as the plan shards them
+                   (frozen weights that the task reads from files are left out while unchanged: `ReadAgain`)
     buffer/B       buffers, of the stage that uses them             whole
     optimizer/W/K  state K of the optimizer for weight W            as the weight, or whole
     ema/W          the moving average                               as the weight
     random/R/G     generator G of rank R                            whole
 
-Where a piece lies in the whole is asked of those who cut: tp's owners of indices, ep's experts, and the technique's
-`select` on a tensor without values, whose view tells its place.
+Where a piece lies in the unsharded tensor is derived from tp's owners of indices, ep's experts, and the view that the
+data-parallel technique's `select` returns of a meta tensor. A new kind of tensor needs code in save and load too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from shardwise.engine.weights_file import dtype_code
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's piece of one tensor. `alike`: ranks with the same piece have equal values.
+    """A rank's piece of one tensor.
 
-    Where `alike` is not sure (buffers), the first rank's counts.
+    key     name in the checkpoint, such as "model/W"
+    piece   which elements of the unsharded tensor these are
+    tensor  the local tensor with these elements, in the piece's order
+    alike   Whether all ranks with the same piece have equal values; if not (buffers), one rank's values are saved
     """
 
     key: str
@@ -57,13 +60,16 @@ class Holding:
 
 
 def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
-    """Returns (whole shape, index runs of each dim) of this rank's tp/ep share; `shape` is the share's shape."""
+    """Returns (unsharded shape, index runs of each dim) of this rank's tp/ep share of the parameter `name`.
+
+    shape   shape of the share
+    """
     whole = shape
     for spread in (engine.state.experts, engine.state.tensor):
         whole = whole if spread is None else spread.full_shape(name, whole)
     # a dim of size 0 has no run at all
     runs: list[Runs] = [((0, size),) if size else () for size in whole]
-    # under tp a weight's cut dim is this rank's indices of it, in the order in which the shares lie
+    # along the dim that tp shards, the share is this rank's indices, which may be interleaved
     if engine.state.tensor is not None and name in engine.state.tensor.cuts:
         cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
@@ -74,7 +80,11 @@ def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, 
 
 
 def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[int]) -> Piece:
-    """Returns the piece that is the box at `starts` of `sizes` within a share."""
+    """Returns the piece that is a box within a tp/ep share.
+
+    whole   unsharded shape; `runs`: the share's index runs of each dim
+    starts  first index of the box in each dim of the share; `sizes`: its size in each dim
+    """
     kept = tuple(narrowed(of_dim, start, start + size) for of_dim, start, size in zip(runs, starts, sizes, strict=True))
     count = 1
     for size in sizes:
@@ -83,9 +93,9 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 
 
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
-    """Returns this rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
+    """Returns this rank's piece of the `index`-th trained parameter; `shape`: of its tp/ep share, before ZeRO."""
     whole, runs = share_of(engine, engine.state.names[index], shape)
-    # the technique cuts a tensor without values: the view that comes back says by its offset where the piece lies
+    # `select` on a meta tensor returns a view, whose shape and storage offset say where the piece lies
     share = torch.empty(shape, device="meta")
     select = getattr(engine.technique, "select", None)
     view = share if select is None else select(index, share, engine.mesh.shard.index)
@@ -100,7 +110,7 @@ def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
 
 
 def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece, torch.Tensor]:
-    """Returns (this rank's piece, its local tensor) of a frozen parameter."""
+    """Returns (this rank's piece, its local tensor) of a frozen parameter, which may be a DTensor of FSDP2."""
     shape = engine.state.shapes()[name]
     whole, runs = share_of(engine, name, shape)
     if not isinstance(param, DTensor):
@@ -111,7 +121,7 @@ def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece
 
 
 def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
-    """Returns name -> (piece, master) of each trained parameter of which this rank has elements."""
+    """Returns {name: (piece, master)} of each trained parameter of which this rank has elements."""
     shapes = engine.state.shapes()
     index_of = {name: index for index, name in enumerate(engine.state.names)}
     return {
@@ -122,7 +132,10 @@ def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
 
 
 def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
-    """Returns id -> (name, piece, tensor) of what this rank's optimizer updates: masters, or whole ones it owns."""
+    """Returns {id of tensor: (name, piece, tensor)} of the tensors that this rank's optimizer updates.
+
+    These are its masters, or, if the optimizer needs whole tensors (`state.owners`), the whole masters it owns.
+    """
     if engine.state.owners is None:
         return {id(master): (name, piece, master) for name, (piece, master) in trained(engine).items()}
     return {
@@ -136,21 +149,21 @@ def weights(engine: Engine) -> Iterator[Holding]:
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
-        # what was frozen when the engine was made has no master above
-        if name in engine.state.held_frozen:  # a forward may have thawed it since
+        # by the names from when the engine was made, since a forward may have set requires_grad since
+        if name in engine.state.held_frozen:
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
     for name, buffer in engine.module.named_buffers():
-        # stages may each hold a copy of a buffer: one of them counts
+        # several stages may hold a copy of a buffer: that of the stage it belongs to counts
         if engine.state.staged is None or engine.state.staged.cut.buffers.get(name) == engine.mesh.pp.index:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
 
 
 class ReadAgain:
-    """Frozen weights that a checkpoint need not hold: the task reads them from its files, and nothing changed them.
+    """A record of frozen weights that the task reads from its files, and that a checkpoint omits while unchanged.
 
-    Whether something did (another checkpoint, a forward that writes into them) is seen by a hash of this rank's pieces,
-    taken when this is made, right after they were read, and again at each save.
+    Changes (another checkpoint that was loaded, a forward that writes into weights) show in hashes of this rank's
+    pieces, which are taken when an instance is made, right after the weights were read, and again at each save.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -163,12 +176,12 @@ class ReadAgain:
         return {name: bits_hash(_frozen_piece(self.engine, name, params[name])[1].reshape(-1)) for name in names}
 
     def changed(self) -> list[str]:
-        """Returns the names of weights that this rank no longer has as they were read."""
+        """Returns the sorted names of weights whose pieces on this rank have changed since they were read."""
         return sorted(name for name, value in self._now().items() if value != self._hashes[name])
 
 
 def state_dict_names(engine: Engine) -> dict[str, str]:
-    """Returns {name in the module's `state_dict`: key of a holding}; tied weights under each of their names."""
+    """Returns {name in the module's `state_dict`: key in the checkpoint}; a tied weight's names map to one key."""
     keys = {id(param): f"model/{name}" for name, param in engine.module.named_parameters()}
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in engine.module.named_buffers()}
     state = engine.module.state_dict(keep_vars=True)
@@ -176,7 +189,7 @@ def state_dict_names(engine: Engine) -> dict[str, str]:
 
 
 def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
-    """Yields the moving average of each master."""
+    """Yields a `Holding` of the moving average of each trained weight on this rank; none if `ema` is None."""
     if ema is None:
         return
     pieces = trained(engine)
@@ -188,7 +201,10 @@ def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
 
 
 def generators(rank: int, device: torch.device) -> Iterator[Holding]:
-    """Yields the states of torch's, numpy's and Python's generators in this process."""
+    """Yields a `Holding` of each RNG state in this process: torch's CPU and device, numpy's, Python's.
+
+    Keys are "random/RANK/NAME". numpy's and Python's states are int64 tensors (see `set_generator`), torch's are bytes.
+    """
 
     def holding(name: str, state: torch.Tensor) -> Holding:
         return Holding(f"random/{rank:05d}/{name}", Piece.whole(state.shape), state)
@@ -197,7 +213,7 @@ def generators(rank: int, device: torch.device) -> Iterator[Holding]:
     own = generator_state(device)
     if own is not None:
         yield holding(device.type, own)
-    # as one tensor of integers: floats among the words are kept by their bits
+    # one int64 tensor, in which floats are stored by their bits
     numbers: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, gauss = numbers
     words = np.concatenate([keys.astype(np.int64), [position, has_gauss], np.array([gauss], np.float64).view(np.int64)])
@@ -208,19 +224,22 @@ def generators(rank: int, device: torch.device) -> Iterator[Holding]:
 
 
 def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
-    """Put a generator's state back, as `generators` yields it; one of another kind of device is left out."""
+    """Sets an RNG to a saved `state`, as `generators` yields it.
+
+    name    "torch", "numpy", "python", or a kind of accelerator, which is ignored unless `device` is of that kind
+    """
     if name == "torch":
         torch.default_generator.set_state(state)
-    # the name of an accelerator: a generator of another kind of device has no place here
+    # a kind of accelerator, such as "cuda"
     elif name == device.type and not on_host(device):
         set_generator_state(device, state)
     elif name == "numpy":
         words = state.numpy()
-        # as `generators` lays them out: keys, position, whether a normal number is kept, that number by its bits
+        # in order: keys, position, whether a spare normal variate is cached, its bits
         gauss = float(words[-1:].view(np.float64)[0])
         np.random.set_state(("MT19937", words[:-3].astype(np.uint32), int(words[-3]), int(words[-2]), gauss))
     elif name == "python":
         words = state.numpy()
-        # state words, version, whether a normal number is kept, that number by its bits
+        # in order: state words, version, whether a spare normal variate is cached, its bits
         gauss_next = float(words[-1:].view(np.float64)[0]) if words[-2] else None
         random.setstate((int(words[-3]), tuple(words[:-3].tolist()), gauss_next))

@@ -1,9 +1,9 @@
-"""Inspect, convert and compare checkpoints, without ranks and without torch. Their commands: cli/checkpoint.
+"""Inspects, converts and compares checkpoints, without ranks and without torch. The commands: cli/checkpoint.
 
-find      the checkpoint that a path means: itself, or the newest of a run
-summary   what is in it, by kind
-convert   its weights as one safetensors file, or as a folder of them with an index, as transformers reads them
-diff      what two of them do not have alike, to the bit
+find      finds the checkpoint that a path means: itself, or the newest of a run
+summary   describes the content by kind of tensor
+convert   writes the weights as one safetensors file, or as a folder of files with an index, as transformers reads them
+diff      lists the differences between two checkpoints, to the bit
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def find(path: str | Path) -> Path:
-    """Returns the checkpoint that a path means: itself, or the newest of a run's folder or of its `checkpoints`.
+    """Returns the checkpoint that a path means: itself, or the newest in a run's folder or its `checkpoints`.
 
-    Raises `InputError` where there is none.
+    Raises `InputError` if there is none.
     """
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None:
@@ -45,16 +45,17 @@ def find(path: str | Path) -> Path:
 
 
 def _checkpoint_of(path: Path) -> Path | None:
-    """Returns the checkpoint that `find` returns, or None where that raises."""
+    """Returns the checkpoint that `path` means, as `find` does, or None if there is none."""
     if (path / manifest.NAME).exists():
         return path
     return next((published[0] for folder in (path / "checkpoints", path) if (published := publish.scan(folder))), None)
 
 
 def opened(path: str | Path) -> Stored:
-    """Returns the tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder of them.
+    """Returns the open tensors of a checkpoint, of a run's newest checkpoint, or of a safetensors file or folder.
 
-    Raises `InputError` for anything else, and for what is damaged as far as sizes tell. The caller closes it.
+    Raises `InputError` for anything else, and for files whose sizes or headers are wrong (digests are not checked).
+    The caller closes it.
     """
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None and not is_remote(place(path)) and Path(path).exists():
@@ -63,9 +64,12 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns a checkpoint's contents as JSON: step, plan, and by kind of tensor count, elements, bytes, pieces.
+    """Returns a description of a checkpoint as JSON. Raises `InputError` if `path` means no checkpoint.
 
-    Raises `InputError` as `opened` does.
+    "checkpoint"   its path; "bytes": of all its files; "files": name -> bytes
+    "step", "plan", "task", "world_size", "optimizer_class", "data", "versions"   as saved, None where absent
+    "kinds"        prefix of tensors' names ("model", "buffer", "optimizer", ...) -> tensors, elements, bytes, pieces
+    "weights"      name -> {"dtype", "shape", "pieces"} of weights and buffers
     """
     folder = find(path)
     content = manifest.read(folder)
@@ -97,14 +101,14 @@ def summary(path: str | Path) -> dict[str, Any]:
 
 
 def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
-    """Returns {name in the module's `state_dict`: name in `stored`}; of safetensors both are the same.
+    """Returns {name in the module's `state_dict`: name in `stored`}; for plain safetensors both are the same.
 
-    ema   the moving average in the place of trained weights; `InputError` where there is none
+    ema   Whether trained weights are replaced by their moving averages; `InputError` if there are none
     """
-    # safetensors of somebody else have no manifest, and no names of their own
+    # plain safetensors have no manifest that maps names
     if stored.manifest is None:
         return {name: name for name in stored.tensors}
-    # kept with the task's files, not in the checkpoint
+    # frozen weights that the checkpoint leaves to the task's files
     lie_elsewhere = {f"model/{name}" for name in stored.elsewhere}
     names = {name: key for name, key in stored.manifest.fields["names"].items() if key not in lie_elsewhere}
     if ema:
@@ -119,14 +123,15 @@ def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
 def convert(
     source: str | Path, target: str | Path, *, ema: bool = False, file_bytes: int = FILE_BYTES, trained: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write weights and persistent buffers as safetensors under the module's own names; returns the files.
+    """Writes weights and persistent buffers as safetensors under the names of the `state_dict`; returns the files.
 
-    source   as `opened` takes it; a checkpoint is verified first
-    target   a new file `*.safetensors`, or a new folder: `model.safetensors`, or several and their index
-    trained  what was trained is enough, where the checkpoint left frozen weights to the task's files
+    source      as `opened` takes it; a checkpoint's digests are verified first
+    target      a new file `*.safetensors`, or a new folder for `model.safetensors` or several files and their index
+    ema         Whether trained weights are replaced by their moving averages
+    file_bytes  largest size of one file in a folder
+    trained     Whether to accept a checkpoint without its frozen weights, and write what was trained alone
 
-    ema      the moving average in the place of trained weights
-    Raises `InputError` where the target exists, the source is damaged, or it lacks what was asked for.
+    Raises `InputError` if the target exists, the source is damaged, or it lacks weights or averages.
     """
     target = Path(target)
     if os.path.lexists(target):
@@ -135,7 +140,7 @@ def convert(
         wrong = publish.verify(stored.folder) if stored.manifest is not None else []
         if wrong:
             raise InputError("; ".join(wrong))
-        # the files would lack frozen weights, and load nowhere
+        # files without the frozen weights would load into no model
         if stored.elsewhere and not trained:
             raise InputError(
                 f"{stored.folder} holds what was trained; {len(stored.elsewhere)} frozen weights are in the files that "
@@ -143,7 +148,7 @@ def convert(
                 "all its weights in model.safetensors"
             )
         names = state_dict_names(stored, ema)
-        # written beside, then renamed: a target that is there is whole
+        # written under another name, then renamed, so that an existing target is always complete
         partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
         if target.suffix == ".safetensors":
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,12 +162,17 @@ def convert(
 
 
 def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_bytes: int) -> list[str]:
-    """Write tensors as safetensors files of at most `file_bytes`, an index beside several; returns the files' names."""
+    """Writes tensors as safetensors files of at most `file_bytes`, with an index if there are several.
+
+    names   name in the files -> name in `stored`
+
+    Returns the names of the safetensors files. A larger tensor has a file of its own.
+    """
     groups: list[dict[str, str]] = [{}]
     size_bytes = 0
     for name, key in names.items():
         size = stored.tensors[key].size_bytes
-        # at most so many bytes in a file, but never an empty one: a tensor larger than that has a file of its own
+        # never start a second file while the first is empty, even if one tensor exceeds the limit
         if groups[-1] and size_bytes + size > file_bytes:
             groups.append({})
             size_bytes = 0
@@ -172,7 +182,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for file, group in zip(files, groups, strict=True):
         _write(stored, group, folder / file)
-    # one file has no index: its name says all
+    # transformers finds a single file by its name, several by their index
     if count > 1:
         total = sum(stored.tensors[key].size_bytes for key in names.values())
         of = {name: file for file, group in zip(files, groups, strict=True) for name in group}
@@ -182,7 +192,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
 
 
 def _write(stored: Stored, names: dict[str, str], path: Path) -> None:
-    """Write tensors as one safetensors file; `names`: {name in the file: name in `stored`}."""
+    """Writes tensors of `stored` as one safetensors file; `names`: {name in the file: name in `stored`}."""
     tensors = {name: stored.tensors[key] for name, key in names.items()}
     header, entries = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 
@@ -203,11 +213,14 @@ def _whole(stored: Stored, name: str) -> np.ndarray:
 
 
 def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
-    """Returns rows {"name", "what", "largest"} of what differs; "largest": the largest difference of numbers.
+    """Returns a row {"name", "what", "largest"} for each difference between two checkpoints or safetensors, to the bit.
 
-    It is None where there is none of finite floats: another shape or dtype, integers, NaN, one side without the name.
+    name     of the tensor, or of a field of the manifest such as "step"
+    what     the difference, in words
+    largest  largest absolute difference of elements; None unless both tensors are floats of one shape, and finite
 
-    Two checkpoints are compared whole; a checkpoint and safetensors by the names of the module's `state_dict`.
+    Two checkpoints are compared in all tensors and in their fields; a checkpoint and safetensors by the names of the
+    module's `state_dict`.
     """
     with opened(first_path) as first, opened(other) as second:
         names = [{name: name for name in stored.tensors} for stored in (first, second)]
@@ -228,7 +241,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
 
 
 def _facts(first: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows (as `diff`) of differences that are no tensors: step, place in the data, the optimizer's numbers."""
+    """Returns rows (as `diff`) for the fields of two manifests that differ: step, data position, optimizer, groups."""
     rows = []
     large = {"optimizer": "other numbers", "groups": "other options of its groups"}
     for key in ("step", "data", "engine", "optimizer_class", *large):
@@ -244,7 +257,7 @@ def _short(value: Any) -> str:
 
 
 def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | None:
-    """Returns {"what", "largest"} of two tensors, None where they are alike to the bit."""
+    """Returns {"what", "largest"}, as `diff`, of tensors `a` (of `first`) and `b` (of `second`); None if bits agree."""
     left, right = first.tensors[a], second.tensors[b]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return {"what": f"{left.dtype} {left.shape} and {right.dtype} {right.shape}", "largest": None}

@@ -1,12 +1,12 @@
-"""Load a checkpoint's state, or weights alone, renamed. Settings of a run for it: training/keeping; scripts: saved.
+"""Loads a checkpoint's state into an engine, or weights alone, which may be renamed.
 
-    choose    the newest checkpoint that every rank finds whole: digests of all files, each read by one rank
-    compare   names, shapes and the kind of the optimizer with the engine's; every rank says alike what differs
-    read      each rank the pieces it needs, from whichever files hold them; nothing is sent between ranks
+    choose    take the newest checkpoint whose files all have their digests; each file is read by one rank
+    compare   compare names, shapes and the optimizer's class with the engine's; all ranks raise the same error
+    read      each rank reads the pieces it needs, from whichever files hold them; ranks send each other nothing
     publish   as after an optimizer step
 
-Up to the third line nothing of the engine has changed, and all that a damaged or foreign checkpoint leads to is an
-error (or an older checkpoint). In the third a disk that fails ends the run.
+Before `read` the engine is unchanged, so a damaged or unsuitable checkpoint only leads to an error (or to an older
+checkpoint). If a disk fails during `read`, the run ends.
 """
 
 from __future__ import annotations
@@ -35,27 +35,34 @@ from shardwise.engine.weights_file import DTYPES
 from shardwise.errors import InputError, RunError
 from shardwise.tiers import Resting
 
-MOST = 3  # names told of each kind of difference
+MOST = 3  # names that a message lists for each kind of difference
 
 
 @dataclass
 class Restored:
-    """A loaded checkpoint: its folder, its manifest, notices, and damaged checkpoints that were passed over."""
+    """A checkpoint that was chosen for loading.
+
+    folder     its path, and `manifest` its content
+    notices    a sentence for each newer checkpoint that is damaged
+    damaged    paths of those
+    same_plan  Whether it was written under the engine's own plan
+    """
 
     folder: Path
     manifest: Manifest
     notices: list[str] = field(default_factory=list)
     damaged: list[Path] = field(default_factory=list)
-    same_plan: bool = False  # the engine's is the one that the checkpoint was written under
+    same_plan: bool = False
 
 
 def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Restored:
-    """Load weights, optimizer state, buffers and generators into an engine; returns what was found. Collective.
+    """Loads weights, optimizer state, buffers and step counts into an engine; returns the checkpoint. Collective.
 
-    folder   a checkpoint, or a folder of them: the newest that is whole is taken
-    ema      the moving average to restore with the weights; one that the checkpoint lacks begins at its weights
+    folder   a checkpoint, or a folder of them, of which the newest undamaged one is taken
+    ema      the moving average to restore too; if the checkpoint has none, it starts at the checkpoint's weights
 
-    Raises `InputError` where there is none, or it is another model's or another optimizer's.
+    RNG states are loaded under the same plan alone. Raises `InputError` if there is no undamaged checkpoint, or it is
+    of another model or optimizer.
     """
     chosen = choose(engine, place(folder))
     with of_checkpoint(chosen.folder) as stored:
@@ -70,9 +77,9 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
 
 
 def choose(engine: Engine, folder: Path) -> Restored:
-    """Returns the newest checkpoint whose files have their digests, with notices of damaged ones. Collective.
+    """Returns the newest checkpoint below `folder` (or `folder` itself) whose files have their digests. Collective.
 
-    Raises `InputError` where there is none.
+    Raises `InputError` if there is none.
     """
     paths = [str(path) for path in publish.scan(folder)] or [str(folder)]
     notices: list[str] = []
@@ -80,13 +87,13 @@ def choose(engine: Engine, folder: Path) -> Restored:
     # rank 0's list decides for all: another rank may see a newer folder, or none yet
     for name in gather_json(paths, engine.mesh.world, engine.device)[0]:
         path = place(name)
-        # each rank reads some of the files, and all see what each found wrong
+        # each rank verifies some of the files, and all get the list of damaged ones
         mine = publish.verify(path, engine.rank, engine.world_size)
         wrong = sorted({word for words in gather_json(mine, engine.mesh.world, engine.device) for word in words})
         if not wrong:
             with of_checkpoint(path) as stored:
                 assert stored.manifest is not None
-                # under another plan pieces have other bounds, which the loader then puts together
+                # RNG states are restored under the same plan alone
                 same = stored.manifest.fields["plan"] == str(engine.plan)
                 return Restored(path, stored.manifest, notices, damaged, same)
         notices.append(f"checkpoint {path.name} is damaged and was not loaded: " + "; ".join(wrong[:MOST]))
@@ -99,15 +106,15 @@ def choose(engine: Engine, folder: Path) -> Restored:
 
 
 def _together(engine: Engine, work: Callable[[], None]) -> None:
-    """Run `work` on every rank; where it fails on one, every rank raises. Collective."""
+    """Runs `work` on every rank; if it fails on one, every rank raises. Collective."""
     error: Exception | None = None
-    # everyone must hear of a failure: the rest would wait in a collective that a raising rank never enters
+    # ranks that did not fail would hang in the next collective, which the failed one never enters
     try:
         work()
     except Exception as problem:
         error = problem
     errors = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
-    # with its own class and traceback where it arose; elsewhere as what that rank said
+    # the rank that failed raises its own exception, the others a `RunError` with its message
     if error is not None:
         raise error
     for rank, word in enumerate(errors):
@@ -119,9 +126,9 @@ def _together(engine: Engine, work: Callable[[], None]) -> None:
 
 
 def _compare(engine: Engine, stored: Stored) -> None:
-    """Raises `InputError` on every rank where the checkpoint is another model's or another optimizer's. Collective."""
+    """Raises `InputError` on all ranks if the checkpoint is of another model or another optimizer. Collective."""
     by_rank = gather_json(_differences(engine, stored), engine.mesh.world, engine.device)
-    names_by_difference: dict[str, list[str]] = {}  # each rank has pieces of its own, and tells of those
+    names_by_difference: dict[str, list[str]] = {}  # each rank compares its own tensors; joined over ranks
     for what, name in dict.fromkeys((what, name) for own in by_rank for what, name in own):
         names_by_difference.setdefault(what, []).append(name)
     if names_by_difference:
@@ -129,7 +136,7 @@ def _compare(engine: Engine, stored: Stored) -> None:
         assert stored.manifest is not None
         saved, ours = stored.manifest.fields.get("task"), engine.task.name
         other = ""
-        # the likeliest reason of all differences
+        # another task explains all differences, so the first kind of them suffices
         if saved != ours:
             words = _listed(*next(iter(names_by_difference.items())))
             other = f" (it is of the task {saved!r}, and this run's is {ours!r})"
@@ -139,7 +146,10 @@ def _compare(engine: Engine, stored: Stored) -> None:
 
 
 def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
-    """Returns (difference, name) of everything that the checkpoint and the engine do not have alike."""
+    """Returns (kind of difference, name) of each tensor or optimizer that differs between checkpoint and engine.
+
+    Compared are this rank's weights and buffers by name, whole shape and (frozen ones) digest, and the optimizer.
+    """
     assert stored.manifest is not None
     fields = stored.manifest.fields
     wanted = {holding.key: holding for holding in weights(engine)}
@@ -147,7 +157,7 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
     elsewhere = stored.elsewhere
     differences = [
-        # weights that the task's files hold are compared below, by what they are
+        # weights that lie in the task's files are compared below, by digest
         ("it lacks", key)
         for key, holding in wanted.items()
         if key not in stored.tensors and key.partition("/")[2] not in elsewhere and holding.piece.count
@@ -158,13 +168,13 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
         ("it has beside", key) for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine
     ]
     differences += [
-        # pieces may be cut otherwise, but a whole tensor has one shape
+        # plans may shard a tensor differently, but its unsharded shape must agree
         ("of another shape:", f"{key} is {stored.tensors[key].shape} there and {holding.piece.shape} here")
         for key, holding in wanted.items()
         if key in stored.tensors and stored.tensors[key].shape != holding.piece.shape
     ]
     kind = type(engine.optimizer).__name__
-    # the keys of another optimizer's state differ as a whole: listing each would say nothing more
+    # for another class of optimizer all state keys would differ, so only the class is told
     if fields.get("optimizer_class") == kind:
         return differences + _state_differences(engine, stored, fields["optimizer"])
     other = f"{fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
@@ -172,21 +182,23 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
 
 
 def _other(engine: Engine, stored: Stored) -> list[str]:
-    """Returns the names of frozen weights, left to the task's files, that differ from those of the saved run."""
+    """Returns the frozen weights that the checkpoint left to the task's files and whose digests differ now."""
     held = engine.state.held_frozen
     return [name for name, mark in stored.elsewhere.items() if name in held and engine.state.read.get(name) != mark]
 
 
 def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Returns (difference, name) of optimizer tensors that are missing, or not of their weight's shape."""
+    """Returns (kind of difference, name) of optimizer tensors that are missing, or not of their weight's shape.
+
+    tree   weight -> state key -> node, as saved
+    """
     differences = []
-    # what an optimizer of another kind keeps is refused above; here a weight's own state must be there
     for name, piece, _ in optimized(engine).values():
         for key, node in tree.get(name, {}).items():
             for kind, tensor in leaves(node):
                 if tensor not in stored.tensors:
                     differences.append(("of the optimizer's state it lacks", f"'{key}' of '{name}'"))
-                # "like": as large as the weight, so its shape is checked; "whole" has its own
+                # a "like" tensor must have the weight's shape; a "whole" one has a shape of its own
                 elif kind == "like" and stored.tensors[tensor].shape != piece.shape:
                     differences.append(("of the optimizer's state of another shape:", f"'{key}' of '{name}'"))
     return differences
@@ -202,25 +214,26 @@ def _listed(what: str, names: list[str]) -> str:
 
 @torch.no_grad()
 def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> None:
-    """Read this rank's pieces of weights, averages, optimizer state and generators into the engine."""
+    """Reads this rank's pieces of weights, averages, optimizer state and (same plan) RNG states into the engine."""
     for child in engine.module.modules():
         if isinstance(child, FSDPModule):
-            child.reshard()  # else the next forward would use what was gathered before
+            child.reshard()  # else the next forward would use the old weights that are still gathered
     for holding in weights(engine):
-        if holding.piece.count and holding.key in stored.tensors:  # else the task's files have it: `_other`
+        # a weight that the checkpoint lacks was read from the task's files and compared in `_other`
+        if holding.piece.count and holding.key in stored.tensors:
             _put(stored, holding.key, holding.piece, holding.tensor)
     if engine.state.owners is not None:
-        # each parameter's master lies whole with one owner, beside the pieces
+        # the optimizer of an owner updates a whole master beside the pieces
         for index, master in engine.state.owners.masters.items():
             _put(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape), master)
     for holding in averages(engine, ema):
-        # a checkpoint without averages: they begin at its weights
+        # if the checkpoint has no averages, they start at its weights
         name = holding.key if holding.key in stored.tensors else holding.key.replace("ema/", "model/", 1)
         _put(stored, name, holding.piece, holding.tensor)
     fields = chosen.manifest.fields
     _read_optimizer(engine, stored, fields["optimizer"])
     put_options(engine, fields["group_of"], fields["groups"])
-    if chosen.same_plan:  # a rank's draws belong to the share that it has under that plan
+    if chosen.same_plan:  # under another plan a rank's RNG state belongs to other samples and shards
         for holding in generators(engine.rank, engine.device):
             if holding.key in stored.tensors:
                 state = tensor_of(stored, holding.key, Piece.whole(stored.tensors[holding.key].shape))
@@ -228,11 +241,14 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
 
 
 def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
-    """Read optimizer state, cut to this rank's pieces. `tree`: {parameter: {key: node}}, other state by `BESIDE`."""
+    """Reads this rank's pieces of the optimizer state into the optimizer.
+
+    tree   weight -> state key -> node, as saved; state of no weight under `BESIDE`
+    """
     for key, node in tree.get(BESIDE, {}).items():
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
-        # such an optimizer reads its numbers on the device: those whose old place is open go there
+        # a capturable or fused optimizer needs its step counters on the device
         near = bool(group.get("capturable") or group.get("fused"))
         pieces = optimized(engine)
         for param in group["params"]:
@@ -245,31 +261,32 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
                 shape = stored.tensors[key].shape
                 value = tensor_of(stored, key, piece if kind == "like" else Piece.whole(shape))
                 value = value.view(master.shape if kind == "like" else shape)
-                # what had the weight's dtype follows it into this run's precision; a step counter stays as it is
+                # state of the weight's dtype is converted to this run's dtype of the weight, other state is not
                 as_weight = stored.tensors[key].dtype == saved and value.is_floating_point()
                 return value.to(master.device, master.dtype if as_weight else None)
 
             state = {k: decoded(node, read, master.device, near) for k, node in tree.get(name, {}).items()}
             if state:
                 engine.optimizer.state[param] = state
-                if engine.state.tier is not None:  # at once: all of it may be more than there is memory
+                if engine.state.tier is not None:  # offload now, since the state of all weights may not fit
                     engine.state.tier.settle(param)
-            # nothing was saved for it: state of earlier steps must not stay
+            # nothing was saved for this weight, so state of earlier steps must go
             else:
                 engine.optimizer.state.pop(param, None)
 
 
 def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
-    """Returns the elements of a piece, flat, on the CPU, in the dtype that was stored."""
+    """Returns the elements of a piece as a 1-d tensor (piece.count,) on the CPU, in the stored dtype."""
     array = stored.read(key, piece)
     dtype = DTYPES[stored.tensors[key].dtype]
     return torch.from_numpy(array.view(np.uint8)).view(dtype)
 
 
 def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
-    """Read the elements of a piece into a tensor: straight into its memory where that has the same layout and dtype."""
+    """Reads the elements of a piece into the tensor `place`, converting dtype and device as needed."""
     dtype = DTYPES[stored.tensors[key].dtype]
     own = not isinstance(place, Resting)
+    # same layout and dtype: the file is read into the tensor's memory, without a copy
     if own and place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
         bits = place.detach().view(-1).view(torch.uint8).numpy()
         stored.read(key, piece, bits.view(ITEMS[place.element_size()]))
@@ -282,7 +299,12 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of the model's tensors that were loaded, that files lack or have in another shape; files' unused names."""
+    """The outcome of `load_weights`, as sorted names.
+
+    loaded   the model's weights and buffers that were read
+    missing  the model's weights and buffers that the files lack, or have in another shape
+    unused   (renamed) tensors of the files that were not read
+    """
 
     loaded: list[str]
     missing: list[str]
@@ -290,23 +312,24 @@ class Matched:
 
 
 def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | None = None) -> Matched:
-    """Loads weights and buffers by name into an engine, where names and shapes agree; returns `Matched`. Collective.
+    """Loads those weights and buffers into an engine whose name and shape agree; returns `Matched`. Collective.
 
-    renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn
+    stored    tensors of a checkpoint or of safetensors
+    renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn; None: none
 
-    Raises `InputError` where nothing agrees, or two names become one.
+    Raises `InputError` if no tensor agrees, or two names become one.
     """
     names = _renamed(stored, renames or {})
-    # buffers and weights are two kinds in the manifest, and one name each in a module
+    # keys are "model/NAME" or "buffer/NAME"; in a module a name is unique
     wanted = {holding.key.partition("/")[2]: holding for holding in weights(engine)}
     _beside_adapters(names, engine)
-    # another head or vocabulary has another shape: it stays as it was initialised, and is told
+    # a tensor of another shape (another head or vocabulary) stays as initialised, and is reported as missing
     fits = {
         name: holding
         for name, holding in wanted.items()
         if name in names and stored.tensors[names[name]].shape == holding.piece.shape
     }
-    # ranks hold different pieces: a name is missing where no rank found it, and loaded where any did
+    # ranks hold different tensors: a name is loaded if any rank found it, and missing if none did
     by_rank = gather_json([sorted(fits), sorted(wanted.keys() - fits.keys())], engine.mesh.world, engine.device)
     loaded = sorted({name for own, _ in by_rank for name in own})
     missing = sorted({name for _, own in by_rank for name in own} - set(loaded))
@@ -319,8 +342,8 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
     @torch.no_grad()
     def read() -> None:
-        """Read this rank's pieces of all tensors that fit, into owners' whole masters too."""
-        # the shards are written: a unit that is still gathered would go on with its old whole weights
+        """Reads this rank's pieces of all matching tensors, and the whole masters that it owns."""
+        # the shards are overwritten: a unit that is still gathered would compute with its old weights
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()
@@ -338,7 +361,13 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
 
 def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
-    """Rename in `names` a plain model's weights, and those of a file of peft, to those of a model with adapters."""
+    """Renames keys of `names` to the engine's names if the model has adapters of peft and the files have other names.
+
+    names   name -> name in the files, changed in place
+
+    Two forms are recognised: names of the plain model (without ".base_layer."), and names in an adapter file of peft
+    ("base_model.model." before, without ".default." and perhaps without ".weight").
+    """
     for name in (*engine.state.all_names, *engine.state.frozen_names):
         plain, in_file = name.replace(".base_layer.", "."), f"base_model.model.{name.replace('.default.', '.')}"
         for other in (plain, in_file, in_file.removesuffix(".weight")):
@@ -347,12 +376,15 @@ def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns {name by `renames`: name in the files} of weights and buffers; `InputError` where two become one."""
+    """Returns {renamed name: name in the files} of weights and buffers; `InputError` if two names become one.
+
+    renames   pattern -> replacement, as `re.sub` takes them, applied in turn
+    """
     names: dict[str, str] = {}
     for key in stored.tensors:
         name = key
         if stored.manifest is not None:
-            # optimizer state and averages are no weights of a module
+            # a checkpoint also holds optimizer state, averages and RNG states
             kind, _, name = key.partition("/")
             if kind not in ("model", "buffer"):
                 continue
@@ -361,7 +393,7 @@ def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
                 name = re.sub(pattern, replacement, name)
             except re.error as error:
                 raise InputError(f"{pattern!r} -> {replacement!r} is no renaming: {error}") from None
-        # two names that become one: one of the two tensors would be lost silently
+        # one of the two tensors would be lost silently
         if name in names:
             raise InputError(f"'{names[name]}' and '{key}' would both be '{name}'")
         names[name] = key

@@ -3,10 +3,11 @@
     {"format": "shardwise checkpoint", "version": 1, "digest": xxh3-128 of the content's canonical text, "content":
       {"files":   {"rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "..."}, ...},
        "tensors": {"model/w": {"dtype": "F32", "shape": [6, 4], "parts": [[file, first byte, piece], ...]}, ...},
-       "step": 12, "plan": {...}, "optimizer": {...}, ...}}
+       "step": 12, "plan": "...", "optimizer": {...}, ...}}
 
-The digest tells of corruption, not of tampering: who can write the file can write its digest too. So everything is
-checked against the sizes of the files before it is believed: what is read costs no more than what lies there.
+`file` in "parts" is the position of the file's name in "files", sorted. The digest shows corruption, not tampering,
+since whoever can write the file can write its digest too. So every size in it is checked against the sizes of the files
+before it is used; a false manifest cannot make a reader allocate more than the files hold.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ FORMAT, VERSION = "shardwise checkpoint", 1
 MAX_BYTES = 2**28
 _DIMS = 64
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-_EXACT = 64  # pieces of a tensor up to which each pair is compared
+_EXACT = 64  # up to so many pieces of a tensor, each pair is checked for overlap
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A piece of a tensor at `begin` of a file."""
+    """A piece of a tensor, stored contiguously in a file from byte `begin` on."""
 
     file: str  # its name, in the checkpoint's folder
     begin: int
@@ -44,7 +45,7 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A whole tensor and the pieces that it was written in."""
+    """An unsharded tensor of a checkpoint and the pieces in which it is stored."""
 
     dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
@@ -52,13 +53,13 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of the whole tensor in bytes."""
+        """Returns the size of the unsharded tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class File:
-    """The size and digest of one file."""
+    """The size of a file in bytes and the xxh3-128 digest of its content, in hexadecimal."""
 
     size_bytes: int
     digest: str
@@ -66,7 +67,12 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `fields` is everything beside tensors and files."""
+    """The content of a checkpoint.
+
+    files    name of each file in the folder -> its size and digest
+    tensors  name, such as "model/W" -> dtype, shape and pieces
+    fields   all other state as JSON, such as "step", "plan" and "optimizer"
+    """
 
     files: dict[str, File]
     tensors: dict[str, Tensor]
@@ -83,7 +89,7 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
     def content(self) -> dict[str, Any]:
-        """Returns the manifest as JSON, without its digest: `fields`, "files" and "tensors" by name, their parts."""
+        """Returns the JSON object under "content" of the file, as this module's docstring shows it."""
         places = {name: place for place, name in enumerate(self.files)}
         return {
             **self.fields,
@@ -100,7 +106,7 @@ class Manifest:
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a file with this content and its digest."""
+    """Returns the bytes of a JSON file {"format", "version", "digest", "content"} with this content and its digest."""
     text = canonical(content)
     return canonical(
         {"format": FORMAT, "version": VERSION, "digest": xxhash.xxh3_128_hexdigest(text), "content": json.loads(text)}
@@ -113,13 +119,13 @@ def canonical(value: Any) -> bytes:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Returns the dict in a file that `sealed` wrote; `InputError` that names what is wrong with the file."""
+    """Returns the content of a file that `sealed` wrote; `InputError` if it is missing, damaged or another file."""
     try:
         size = size_of(path)
-        # read whole into memory, so its size is looked at first: a file may be anything
+        # the file is read at once, so its size is checked first
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes are more than any checkpoint needs")
-        # any JSON file may be given: say what is wrong before its fields are read
+        # any JSON file may be given
         whole = parsed(path.read_bytes())
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise ValueError("it is no manifest of a checkpoint")
@@ -128,11 +134,11 @@ def unsealed(path: Path) -> dict[str, Any]:
                 f"it has version {str(whole.get('version'))[:20]} of the format, this is version {VERSION}"
             )
         content = whole["content"]
-        # the digest is over the text that is written, so a changed byte shows whatever it was
+        # the digest is of the canonical text, so any changed value shows
         actual = xxhash.xxh3_128_hexdigest(canonical(content))
         if actual != whole["digest"]:
             raise ValueError(f"its digest should be {str(whole['digest'])[:40]} and is {actual}")
-        # the digest covers the content alone: what lies beside it would be unprotected
+        # the digest covers "content" alone, so further fields would be unprotected
         if not isinstance(content, dict) or set(whole) != {"format", "version", "digest", "content"}:
             raise ValueError("it has other fields than a manifest")
         return content
@@ -158,7 +164,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _check_size(path: Path, file: File) -> None:
-    """Raise `InputError` where a file of the folder is missing, or has another size than the manifest says."""
+    """Raises `InputError` if a file of the checkpoint is missing or has another size than the manifest says."""
     if path.is_symlink() or not path.is_file():  # a link could lead out of the folder
         raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes")
     size = size_of(path)
@@ -167,10 +173,13 @@ def _check_size(path: Path, file: File) -> None:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
-    """Returns the manifest in a JSON file's content; raises `ValueError` for anything that a save would not write."""
+    """Returns the manifest in a JSON file's content, from which "files" and "tensors" are removed.
+
+    Raises `ValueError`, `KeyError`, `TypeError` or `InputError` for content that a save would not write.
+    """
     files = {}
     for name, row in content.pop("files").items():
-        # a hostile manifest could name a file outside the folder
+        # a forged manifest could name a file outside the folder
         if not _FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no name of a file in this folder")
         files[name] = File(_count(row["bytes"]), str(row["xxh3_128"]))
@@ -192,7 +201,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
     """Raises `ValueError` unless each element of a tensor lies in exactly one part, inside its file.
 
-    Of more than `_EXACT` parts only their sum is looked at.
+    name    of the tensor, for the message; `files`: name -> size and digest
+
+    If there are more than `_EXACT` parts, overlaps are not looked for; only the number of elements is checked.
     """
     item = ITEM_BYTES[tensor.dtype]
     for part in tensor.parts:
@@ -201,15 +212,15 @@ def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
     written, wanted = sum(part.piece.count for part in tensor.parts), math.prod(tensor.shape)
     if written != wanted:
         raise ValueError(f"tensor '{name}' has {wanted} elements, its pieces {written}")
-    # the sum is right and none overlaps: then every element is there once. Of many pieces the sum has to do, since
-    # pairs of them cost the square
+    # if the sum is right and no two parts overlap, each element is there once; comparing pairs is quadratic, so it
+    # is left out for many parts
     if 1 < len(tensor.parts) <= _EXACT:
         for first, other in overlapping([part.piece for part in tensor.parts]):
             raise ValueError(f"pieces {first} and {other} of tensor '{name}' overlap")
 
 
 def overlapping(pieces: list[Piece]) -> Iterator[tuple[int, int]]:
-    """Yields pairs of pieces of one tensor, by their places, that have an element in common."""
+    """Yields (i, j), i < j, for each two pieces of one tensor that have an element in common."""
     for other in range(len(pieces)):
         for first in range(other):
             if common_count(pieces[first], pieces[other]):

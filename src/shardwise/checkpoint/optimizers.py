@@ -1,17 +1,17 @@
 """Optimizer state of any class as tensors of a checkpoint and a tree of JSON, and back.
 
-A script's: scripts/whole_optimizer_state.
+State of an optimizer in a script: scripts/whole_optimizer_state.
 
-A value of the state of one weight becomes a node:
+Each value in the state of one weight becomes a node:
 
-    ["like", key]                  a tensor of the weight's own shape: pieces, cut as the weight is
-    ["whole", key]                 any other tensor (Adafactor's rows, LBFGS's history): whole
-    ["number", dtype, value, shape, on]   one number in a tensor (a step counter), exactly, and on which device
+    ["like", key]                  a tensor of the weight's own shape, sharded as the weight is
+    ["whole", key]                 any other tensor (Adafactor's rows, LBFGS's history), unsharded
+    ["number", dtype, value, shape, on]   a tensor of one element (a step counter); `on`: "host", "device" or "any"
     ["float", value], ["plain", value], ["list" | "tuple", [...]], ["dict", {...}]
-    ["pairs" | "counter", [[node, node], ...]]     a dict, or a Counter, whose keys are no text
+    ["pairs" | "counter", [[node, node], ...]]     a dict, or a Counter, whose keys are not all str
 
-Options of param groups are kept beside what they were when the optimizer was made: what moved since is state and is put
-back, the rest is the new run's own to choose.
+Options of param groups are saved together with their values when the optimizer was made. Options that have changed
+since then are state, and loading puts them back; for all others the new run's values hold.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ from shardwise.engine.weights_file import DTYPES, dtype_code
 from shardwise.errors import InputError, RefusedPlan
 
 Node = list[Any]
-Options = list[dict[str, Any]]  # of each param group, its parameters left out
+Options = list[dict[str, Any]]  # for each param group {option: node}, without its parameters
 
 
-BESIDE = ""  # in the place of a weight's name: state that belongs to none
+BESIDE = ""  # stands for a weight's name where state belongs to no weight
 
 
 class NoJson(Exception):
-    """Raised for a value that has no node; its message says what it is."""
+    """Raised for a value that no node can represent; the message says what kind of value it is."""
 
 
 # --- out
 
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
-    """Returns (weight -> state key -> node, tensors) of this rank's optimizer; `RefusedPlan` for what has no node."""
-    # state that lies elsewhere may have failed to get there
+    """Returns (weight -> state key -> node, holdings of the state's tensors) of this rank's optimizer.
+
+    State of no weight stands under the name `BESIDE`. Raises `RefusedPlan` for a value that no node can represent.
+    """
+    # an offloaded state may have failed to be written
     if engine.state.tier is not None:
         engine.state.tier.check()
     tree: dict[str, dict[str, Node]] = {}
@@ -58,7 +61,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
         # some optimizers keep counters or settings under keys that are no parameters
         if id(param) not in pieces:
             if isinstance(param, torch.Tensor) and not param.numel():
-                continue  # of a weight of which this rank has no element, as a script is shown it
+                continue  # stands for a weight of which this rank has no element
             tree.setdefault(BESIDE, {})[str(param)] = _beside(param, state)
             continue
         name, piece, master = pieces[id(param)]
@@ -70,7 +73,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
 
 
 def _beside(key: Any, value: Any) -> Node:
-    """Returns the node of state that an optimizer keeps under a key of no parameter; `RefusedPlan` if it has none."""
+    """Returns the node of state under a key that is no parameter; `RefusedPlan` unless it is numbers and text."""
     try:
         if not isinstance(key, str):
             raise NoJson(f"a name of type {type(key).__name__}")
@@ -83,14 +86,19 @@ def _beside(key: Any, value: Any) -> Node:
 
 
 def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
-    """Returns the node of a value of a weight's state, `RefusedPlan` if it has none; adds its tensors to `holdings`."""
+    """Returns the node of a value of a weight's state; `RefusedPlan` if no node can represent it.
+
+    key       name of the value's tensors in the checkpoint, "optimizer/WEIGHT/STATE"
+    piece     which elements of the weight this rank's optimizer updates; `master`: the tensor that holds them
+    holdings  list to which the value's tensors are added
+    """
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, key, piece, master, holdings)
-    # lists keep their kind: an optimizer may compare it, or index it by a number
+    # a list stays a list and a tuple a tuple, since an optimizer may compare or change them
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_encoded(val, f"{key}/{i}", piece, master, holdings) for i, val in enumerate(value)]]
-    # of other keys `plain_node` makes pairs, whose values hold no tensors
+    # dicts with other keys become pairs in `plain_node`, and may not hold tensors
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return ["dict", {name: _encoded(val, f"{key}/{name}", piece, master, holdings) for name, val in value.items()}]
     try:
@@ -103,13 +111,16 @@ def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings:
 
 
 def _encoded_tensor(value: torch.Tensor, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
-    """Returns the node of a tensor that has the weight's shape, is one number, or is whole; else `RefusedPlan`."""
+    """Returns the node of a state tensor; parameters as `_encoded`.
+
+    Raises `RefusedPlan` for a tensor that has neither the shape of the master nor one element, beside a sharded weight.
+    """
     if value.shape == master.shape:
         holdings.append(Holding(key, piece, value))
         return ["like", key]
     if value.numel() == 1 and not value.is_complex():
-        # a step counter on the device (fused, capturable) goes there again; beside weights on the host it lies there
-        # anyway, and the new run's options decide
+        # a step counter on the accelerator (fused, capturable) is restored there. If weights lie on the host, so does
+        # the counter in any case, and the new run's options decide ("any")
         on = "device" if not on_host(value.device) else "host" if not on_host(master.device) else "any"
         number = value.item()
         return ["number", dtype_code(key, value.dtype), _exact(number), list(value.shape), on]
@@ -127,7 +138,7 @@ def _exact(number: Any) -> Any:
 
 
 def plain_node(value: Any) -> Node:
-    """Returns the node of a value without tensors of more than one element; `NoJson` for anything else."""
+    """Returns the node of a plain value (number, text, None, one-element tensor, container of such); else `NoJson`."""
     if isinstance(value, float):  # in hexadecimal, which keeps every bit
         return ["float", value.hex()]
     if value is None or isinstance(value, bool | int | str):
@@ -147,7 +158,7 @@ def plain_node(value: Any) -> Node:
 
 
 def options_of(engine: Engine) -> Options:
-    """Returns {option: node} of each param group; options that have no form as JSON are left out."""
+    """Returns {option: node} of each param group; options that no node can represent are left out."""
     options: Options = []
     for group in engine.optimizer.param_groups:
         own: dict[str, Any] = {}
@@ -163,16 +174,18 @@ def options_of(engine: Engine) -> Options:
 
 
 def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns (weight -> group id, group id -> {"options", "built"}); equal groups are merged.
+    """Returns (weight -> group id, group id -> {"options", "built"}).
 
-    built   `options_of` right after the optimizer was made
+    built   what `options_of` returned right after the optimizer was made
+
+    The id is a hash of the entry, so groups with equal options share one.
     """
     group_of: dict[str, str] = {}
     groups: dict[str, Any] = {}
     pieces = optimized(engine)
     for group, now, before in zip(engine.optimizer.param_groups, options_of(engine), built, strict=True):
         entry = {"options": now, "built": before}
-        # by content: what ranks say is merged, and must be alike under one id
+        # an id by content: ranks' entries are merged, and under one id must be equal
         number = xxhash.xxh3_64_hexdigest(canonical(entry))
         groups[number] = entry
         group_of |= {pieces[id(param)][0]: number for param in group["params"] if id(param) in pieces}
@@ -183,8 +196,8 @@ def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str,
 
 
 def leaves(node: Node) -> Iterator[tuple[str, str]]:
-    """Yields ("like" for the weight's shape, else "whole", key) of each tensor in a node; `InputError` for no node."""
-    # a checkpoint may hold anything, so each node is read as if it were wrong
+    """Yields (kind, key) of each tensor in a node; kind is "like" or "whole". `InputError` if it is no valid node."""
+    # a checkpoint may contain anything, so nothing about the node is taken for granted
     try:
         kind = node[0]
         # the two kinds that name a tensor
@@ -209,8 +222,9 @@ def leaves(node: Node) -> Iterator[tuple[str, str]]:
 def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device: torch.device, near: bool) -> Any:
     """Returns the Python value or tensor that a saved node encodes.
 
-    read    (kind, key) -> the tensor; None: nodes have none
-    device  of the weight; one number in a tensor lies there when it did before, or when `near`
+    read    (kind, key) -> the tensor; None if nodes contain no tensors of several elements
+    device  the weight's device, for one-element tensors that were saved as on the "device"
+    near    Whether one-element tensors that were saved as on "any" go to `device` too, else to the CPU
     """
     kind = node[0]
     if kind in ("like", "whole"):
@@ -228,7 +242,7 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
         return node[1]
     if kind == "dict":
         return {name: decoded(item, read, device, near) for name, item in node[1].items()}
-    # dicts that JSON would change: keys that are no text, and counters
+    # dicts with keys other than str, and counters, which JSON would change
     if kind in ("pairs", "counter"):
         pairs = {decoded(a, read, device, near): decoded(b, read, device, near) for a, b in node[1]}
         return pairs if kind == "pairs" else Counter(pairs)
@@ -237,31 +251,33 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
 
 
 def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]) -> None:
-    """Set the options of param groups that moved while the saved run went on (a counter, an estimate).
+    """Sets those options of param groups that had changed during the saved run (a counter, an estimate).
 
-    Raises `InputError` where one group's weights were in groups with other options.
+    group_of  weight -> group id; `groups`: group id -> {"options", "built"}, as `groups_of` returned them
+
+    Raises `InputError` if the weights of one group were in groups with other changed options.
     """
     pieces = optimized(engine)
     for group in engine.optimizer.param_groups:
-        # groups hold pieces here; by the weight's name a group is found that was saved under another plan
+        # the saved plan may have had other pieces, so a group is found by its weights' names
         names = [pieces[id(param)][0] for param in group["params"] if id(param) in pieces]
         numbers = {group_of[name] for name in names if name in group_of}
         moved = [_moved(groups[number]) for number in sorted(numbers)]
-        # weights of one group were in several: whose options should it have?
+        # it is undecidable which of several groups' options hold
         if any(nodes != moved[0] for nodes in moved[1:]):
             raise InputError(
                 f"param group {group.get('name', '')!r} holds weights that were in groups with other options: "
                 f"{[sorted(nodes) for nodes in moved]}; keep the groups as they were, or start anew with --init-from"
             )
-        # a group that lost all of its weights has no device to put a number on
+        # a group without weights on this rank has no device
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for key, node in (moved[0] if moved else {}).items():
             if key in group:
-                # in graphs, and fused, these are tensors on the device
+                # a capturable or fused optimizer needs such numbers as tensors on the device
                 group[key] = decoded(node, None, device, bool(group.get("capturable") or group.get("fused")))
 
 
 def _moved(group: dict[str, Any]) -> dict[str, Node]:
-    """Returns {option: node} of the group's options that have changed since it was made."""
+    """Returns {option: node} of the group's options that changed since the optimizer was made."""
     built = group["built"]
     return {key: node for key, node in group["options"].items() if key in built and node != built[key]}

@@ -1,13 +1,13 @@
-"""`Piece`: the elements of a whole tensor that a rank holds; copying what two pieces have in common. Without torch.
+"""`Piece`: the elements of an unsharded tensor that a rank holds, and copying between pieces. Without torch.
 
 A piece is an interval of the row-major flattening of a product of runs of indices, one list of runs for each dim:
 
-    whole (6, 4), runs of dim 0: [0, 2) and [4, 6)     rows 0 1 4 5: a share of tp, interleaved
-    its flattening has 16 elements; interval [6, 16)    what flat ZeRO on top of it leaves to one rank
+    unsharded (6, 4), runs of dim 0: [0, 2) and [4, 6)    rows 0 1 4 5: a tp share, interleaved
+    its flattening has 16 elements; interval [6, 16)       the part of one rank if flat ZeRO shards this share
 
-Every share that a plan makes is of this form: whole tensors, FSDP2's boxes, cut weights, dealt experts, flat pieces.
-An interval falls into a few boxes of whole rows, each contiguous in memory, so that what two pieces share is a few
-strided copies whatever the two layouts are.
+Every share that a plan makes has this form: unsharded tensors, FSDP2's boxes, tp shares, experts, flat pieces.
+An interval consists of a few boxes, each contiguous in memory, so that the elements that two pieces share can be copied
+by a few strided copies, whatever the two layouts are.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from shardwise.errors import InputError
 
 Run = tuple[int, int]  # [start, stop)
 Runs = tuple[Run, ...]
-FEW = 16  # runs of a dim that are copied one by one; more are copied by index
+FEW = 16  # up to so many runs of a dim are copied one by one; more are copied by index arrays
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a piece that is a product of runs, and lies at [offset, offset + count) of the piece's elements."""
+    """A part of a piece that is a product of index runs.
+
+    offset  place of its first element among the piece's elements, where its `count` elements are contiguous
+    runs    for each dim of the unsharded tensor, the indices of the box as ((start, stop), ...)
+    """
 
     offset: int
     runs: tuple[Runs, ...]
@@ -47,7 +51,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [first, last) of the row-major flattening of the product of `runs` of a tensor of `shape`.
+    """The elements of an unsharded tensor that a rank holds, as in this module's docstring.
+
+    shape        of the unsharded tensor
+    runs         for each dim, the indices of the share as ((start, stop), ...), ascending
+    first, last  the piece is elements [first, last) of the row-major flattening of the product of `runs`
 
     Raises `InputError` for runs that are not ascending within the shape, or an interval outside of their product.
     """
@@ -73,18 +81,18 @@ class Piece:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """Returns the piece that is all of a tensor."""
+        """Returns the piece that contains every element of a tensor of this shape."""
         runs = tuple(((0, size),) if size else () for size in shape)
         return cls(tuple(shape), runs, 0, math.prod(shape))
 
     @property
     def share(self) -> tuple[int, ...]:
-        """Returns the shape of the product of runs."""
+        """Returns the shape of the product of `runs`: the number of kept indices of each dim."""
         return tuple(length(runs) for runs in self.runs)
 
     @cached_property
     def share_count(self) -> int:
-        """Returns how many elements the product of runs has."""
+        """Returns how many elements the product of `runs` has, of which the piece is an interval."""
         return math.prod(self.share)
 
     @property
@@ -94,16 +102,19 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether the piece is all of the tensor."""
+        """Whether the piece contains every element of the tensor."""
         return self.count == math.prod(self.shape)
 
     def part(self, first: int, last: int) -> Piece:
-        """Returns the piece that holds elements [first, last) of this one."""
+        """Returns the sub-piece of elements [first, last), counted from the start of this piece."""
         return Piece(self.shape, self.runs, self.first + first, self.first + last)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """Returns the interval as boxes in its order: of each leading dim, part of a row, whole rows, part of a row."""
+        """Returns the piece as boxes, in the order of its elements.
+
+        For a 2-d share these are at most three: the end of a row, complete rows, and the beginning of a row.
+        """
         return tuple(
             Box(offset - self.first, tuple(narrowed(runs, *span) for runs, span in zip(self.runs, spans, strict=True)))
             for offset, spans in _interval(self.share, self.first, self.last, 0)
@@ -111,12 +122,12 @@ class Piece:
 
 
 def length(runs: Runs) -> int:
-    """Returns how many indices the runs have."""
+    """Returns how many indices the runs of one dim contain."""
     return sum(stop - start for start, stop in runs)
 
 
 def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
-    """Returns ascending indices as ((start, stop), ...) of consecutive ones."""
+    """Returns the runs ((start, stop), ...) of consecutive ones of ascending `indices`: 0, 1, 4 -> (0, 2), (4, 5)."""
     array = np.asarray(indices, dtype=np.int64)
     if not array.size:
         return ()
@@ -126,7 +137,7 @@ def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
 
 
 def narrowed(runs: Runs, first: int, last: int) -> Runs:
-    """Returns the runs of the indices at places [first, last) among all of `runs`."""
+    """Returns the runs of the `first`-th up to (not with) the `last`-th index that `runs` contain."""
     kept, at = [], 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -137,16 +148,19 @@ def narrowed(runs: Runs, first: int, last: int) -> Runs:
 
 
 def _interval(shape: tuple[int, ...], first: int, last: int, base: int) -> Iterator[tuple[int, list[Run]]]:
-    """Yields (offset, [start, stop) of each dim) of the boxes that make up [first, last) of a row-major tensor."""
+    """Yields the boxes that elements [first, last) of a row-major tensor of this shape consist of, in order.
+
+    Each is (base + place of its first element, [(start, stop) of each dim]). `base`: added to every place.
+    """
     if first >= last:
         return
-    # a number is one box, without dims
+    # a 0-d tensor is one box, without dims
     if not shape:
         yield base, []
         return
     row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row  # whole rows
-    if top > bottom:  # within one row
+    top, bottom = -(-first // row), last // row  # [top, bottom): complete rows
+    if top > bottom:  # the interval lies within one row
         for offset, spans in _interval(shape[1:], first - bottom * row, last - bottom * row, base + bottom * row):
             yield offset, [(bottom, bottom + 1), *spans]
         return
@@ -159,7 +173,10 @@ def _interval(shape: tuple[int, ...], first: int, last: int, base: int) -> Itera
 
 
 def _common(first: Runs, second: Runs) -> list[tuple[int, int, int]]:
-    """Returns (place in first, place in second, length) of each run of indices that both have, ascending."""
+    """Returns (place in first, place in second, length) of each run of indices that both contain, ascending.
+
+    A place counts the indices that `first`, or `second`, contains before the run.
+    """
     common: list[tuple[int, int, int]] = []
     i = j = at_first = at_second = 0
     while i < len(first) and j < len(second):
@@ -191,9 +208,9 @@ def common_count(first: Piece, second: Piece) -> int:
 
 
 def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, target_piece: Piece) -> int:
-    """Copy what both pieces have from `source`, laid out as `source_piece`, to `target`; returns how many elements.
+    """Copies the elements that both pieces contain from `source` to `target`; returns how many elements were copied.
 
-    Both arrays have one dim and contiguous elements.
+    Each array is 1-d and contiguous, with the elements of its piece in the piece's order.
     """
     done = 0
     for theirs in source_piece.boxes:
@@ -209,10 +226,10 @@ def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, tar
 
 
 def _copy(source_box: np.ndarray, target_box: np.ndarray, runs: list[list[tuple[int, int, int]]]) -> None:
-    """Copy the product of runs; a dim with many of them is copied by index."""
+    """Copies the product of `runs` from one box to another; runs are, for each dim, as `_common` returns them."""
     for dim, of_dim in enumerate(runs):
-        # interleaved shares have a run for every few indices, each a slice of its own otherwise. In one dim alone: of
-        # index arrays in two dims numpy takes pairs, not their product
+        # interleaved shares have a run for every few indices; slice by slice, these would be many tiny copies. This
+        # holds for one dim alone, since numpy pairs up two index arrays where their product is meant
         if len(of_dim) > FEW and sum(len(other) > 1 for other in runs) == 1:
             theirs = [np.arange(here, here + size) for here, _, size in of_dim]
             mine = [np.arange(there, there + size) for _, there, size in of_dim]
@@ -247,7 +264,7 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[list[tuple[int,
 
 
 def to_json(piece: Piece) -> list[Any]:
-    """Returns [runs of each dim, None where it has all; first, last]."""
+    """Returns [[runs of each dim, or None if it keeps all indices], first, last]; the shape is not included."""
     runs = [
         None if runs == (((0, size),) if size else ()) else [list(run) for run in runs]
         for size, runs in zip(piece.shape, piece.runs, strict=True)
@@ -256,7 +273,7 @@ def to_json(piece: Piece) -> list[Any]:
 
 
 def from_json(shape: tuple[int, ...], value: Any) -> Piece:
-    """Returns the piece that `to_json` wrote; `InputError` for anything else."""
+    """Returns the piece of a tensor of `shape` that `to_json` wrote as `value`; `InputError` for anything else."""
     try:
         runs, first, last = value
         dims = tuple(

@@ -1,17 +1,17 @@
-"""Turn the files of all ranks into a checkpoint that is whole or not there, and remove old ones. Without torch.
+"""Publishes the files of all ranks as a checkpoint that is complete or absent, and removes old ones. Without torch.
 
     each rank   step-00000012.tmp-ab12/rank-00003.safetensors    written, synced, read back
-                step-00000012.tmp-ab12/rank-00003.json           what is in it, and its digest
-    rank 0      waits for every rank's .json; manifest.json; all synced
-                renames the folder to step-00000012, syncs the one above
-                `latest` (a hint for people and scripts); then removes what is older than the newest `keep`
+                step-00000012.tmp-ab12/rank-00003.json           description of its content, with its digest
+    rank 0      waits for every rank's .json; writes manifest.json; syncs all
+                renames the folder to step-00000012, syncs the folder above
+                writes `latest` (a hint for people and scripts); removes all but the newest `keep` checkpoints
 
-In a store (`remote`) there is no rename: the folder has its name from the first, and is a checkpoint from the moment
-its manifest is there.
+In a store (`remote`) there is no rename: the folder has its final name from the beginning, and counts as a checkpoint
+once its manifest exists.
 
-Until the rename nobody takes the folder for a checkpoint, and after it nothing in it changes: a published folder is
-never written again, and a second one of the same step gets a number. So whatever is killed, and whenever, what was
-published before is what is found. Ranks meet in the folder alone; no collective waits for a disk.
+Before the rename the folder does not count as a checkpoint, and after it nothing in it changes: a published folder is
+never written again, and a second one of the same step gets a number. So if any process is killed at any time, the
+checkpoints that were published before remain. Ranks meet in the folder alone; no collective waits for a disk.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _POLL_S = 0.02
 class Work:
     """The part of a checkpoint that one rank writes.
 
-    folder    where checkpoints lie
-    partial   the folder's name while it is written, the same on every rank
-    step      steps done
-    ranks     how many write
-    tensors   name -> {"dtype", "shape", "parts": [[first byte, piece], ...]}
-    fields    what is not a tensor; see `merged`
-    keep      see `retain`
+    folder    folder that holds all checkpoints of the run
+    partial   name of this checkpoint's folder within `folder` until it is published, the same on every rank
+    step      optimizer steps done
+    rank      the rank that writes this part
+    ranks     how many ranks write a part
+    tensors   name -> {"dtype", "shape" of the unsharded tensor, "parts": [[first byte in the file, piece], ...]}
+    fields    state that is not a tensor, as JSON; `merged` says how all ranks' are joined
+    keep      how many published checkpoints remain in `folder`, this one included
     """
 
     folder: Path
@@ -66,7 +67,7 @@ class Work:
 
 
 def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write this rank's file of tensors, and a JSON file that describes it."""
+    """Writes this rank's safetensors file, whose bytes are `parts` in order, and a JSON file that describes it."""
     name = rank_file(work.rank)
     disk.folder(work.at)
     path = work.at / name
@@ -83,16 +84,17 @@ def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> N
 
 
 def rank_file(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Returns the name of a rank's safetensors file, such as "rank-00003.safetensors"."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], bool] = lambda: True) -> Path:
-    """Wait on rank 0 for every rank's part, then make the checkpoint; returns its folder.
+    """Waits for every rank's part, then publishes the checkpoint; returns its folder. Called on rank 0 alone.
 
-    going   asked while waiting: whether to go on
+    wait_s  seconds to wait for the other ranks' parts
+    going   called while waiting; waiting ends when it returns False
 
-    Raises `RunError` for what another rank failed with, or where one does not come.
+    Raises `RunError` if another rank failed to write its part, or if a part is still missing when waiting ends.
     """
     text = manifest.sealed(joined(_collected(work, wait_s, going), work).content())
     # on a disk before the rename, which publishes; in a store, which has none, the manifest itself does: last
@@ -115,7 +117,10 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
 
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Returns each rank's description of its part, by rank; `RunError` if one failed, or is missing after `wait_s`."""
+    """Returns each rank's description of its part (JSON), in rank order.
+
+    Raises `RunError` if a rank failed, or if a part is missing after `wait_s` seconds or once `going` returns False.
+    """
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
     contents: dict[int, dict[str, Any]] = {}
@@ -137,19 +142,23 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
 
 
 def _arrived(path: Path) -> dict[str, Any] | None:
-    """Returns a rank's JSON description of its part; None before that is there (in a store: whole)."""
+    """Returns a rank's JSON description of its part; None while the file does not exist or, in a store, is partial."""
     if not path.exists():
         return None
     try:
         return manifest.unsealed(path)
     except InputError:
+        # a store may show half of a file that is being written; a file system shows it after a rename
         if is_remote(path):
             return None
         raise
 
 
 def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
-    """Returns one manifest from all ranks' parts. `RunError` where they do not add up to whole tensors."""
+    """Returns the checkpoint's manifest, joined from all ranks' descriptions `contents`.
+
+    Raises `RunError` if ranks disagree about a tensor, or if its pieces leave out or repeat an element.
+    """
     files: dict[str, File] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, list[FilePiece]] = {}
@@ -178,12 +187,14 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
 
 
 def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns all ranks' fields as one; `RunError` where "shared" ones differ.
+    """Returns the fields of all ranks joined into one dict; `RunError` if ranks disagree about a shared entry.
 
-    "shared"   name -> value: of any rank, equal where several have one
-    "listed"   name -> list: joined, equal entries once
-    "own"      anything: kept as a list with an entry for each rank
-    else       rank 0's
+    "shared"   table -> name -> value: the union over ranks; ranks that have the same entry must have equal values
+    "listed"   name -> list: concatenated in rank order without repetitions
+    "own"      any JSON: kept as a list with one entry for each rank
+    other keys rank 0's value
+
+    The entries of "shared" and "listed" become top-level keys of the result.
     """
     shared: dict[str, Any] = {}
     listed: dict[str, list[Any]] = {}
@@ -204,7 +215,7 @@ def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _free_name(folder: Path, step: int) -> Path:
-    """Returns a path for the step's checkpoint that is not taken."""
+    """Returns the first unused path for the step's checkpoint: step-00000012, then step-00000012-2, and so on."""
     for number in range(1, 10_000):
         path = folder / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(path):
@@ -215,9 +226,9 @@ def _free_name(folder: Path, step: int) -> Path:
 def write_and_publish(
     work: Work, parts: Iterable[bytes | memoryview], disk: Disk, going: Callable[[], bool] = lambda: True
 ) -> Path:
-    """Write a rank's part, on rank 0 publish the checkpoint; returns its folder (other ranks: the unfinished one).
+    """Writes a rank's part, publishes the checkpoint on rank 0; returns its folder (other ranks: the unfinished one).
 
-    What fails is marked in the folder (`give_up`) and raised.
+    An error is marked in the folder, so that no rank waits for this part (`give_up`), and raised.
     """
     try:
         write_rank(work, parts, disk)
@@ -228,14 +239,14 @@ def write_and_publish(
 
 
 def give_up(work: Work, error: Exception, disk: Disk) -> None:
-    """Mark in the folder that this rank's part will not come; rank 0 removes the folder. Never raises."""
+    """Writes a marker file that says that this rank's part will not come; rank 0 removes the folder. Never raises."""
     try:
         if work.rank:
-            disk.folder(work.at)  # which nobody may have come to yet
+            disk.folder(work.at)  # no rank may have made the folder yet
             disk.file(work.at / f"rank-{work.rank:05d}{FAILED}", [str(error).encode()])
         elif work.at.exists():
             disk.remove(work.at)
-    except OSError:  # no space for the word either: rank 0 waits until its deadline
+    except OSError:  # no space for the marker file either: rank 0 waits until its deadline
         return
 
 
@@ -243,7 +254,7 @@ def give_up(work: Work, error: Exception, disk: Disk) -> None:
 
 
 def scan(folder: Path) -> list[Path]:
-    """Returns published checkpoints below a folder, newest first; whether each can be read is not checked."""
+    """Returns the paths of published checkpoints in a folder, newest first; their content is not checked."""
     published = []
     for name in names_in(folder):
         match = _STEP.fullmatch(name)
@@ -253,8 +264,8 @@ def scan(folder: Path) -> list[Path]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Returns the names in a folder; [] where it cannot be read."""
-    own = getattr(folder, "names", None)  # of a place in a store
+    """Returns the names in a folder, or in a folder of a store; [] if it cannot be read."""
+    own = getattr(folder, "names", None)  # the method of a `RemotePath`
     try:
         return os.listdir(folder) if own is None else own()
     except OSError:
@@ -266,7 +277,7 @@ def _is_published(path: Path) -> bool:
 
 
 def under_way(folder: Path) -> list[Path]:
-    """Returns the folders of saves that are under way, or that never ended."""
+    """Returns the folders below `folder` of unpublished checkpoints: being written, or left by a killed process."""
     if not is_remote(folder):
         return sorted(folder.glob("step-*.tmp-*"))
     named = [folder / name for name in names_in(folder) if _STEP.fullmatch(name)]
@@ -274,13 +285,16 @@ def under_way(folder: Path) -> list[Path]:
 
 
 def _is_set_aside(path: Path) -> bool:
-    """Returns whether a folder in a store is a withdrawn checkpoint: its manifest has another name, its files stay."""
+    """Whether a folder in a store holds a checkpoint that `set_aside` withdrew by renaming its manifest.
+
+    One that `retain` was removing when its process ended (manifest.json.gone-PID) does not count.
+    """
     kept = f"{manifest.NAME}."
     return any(name.startswith(kept) and not name.startswith(f"{kept}gone-") for name in names_in(path))
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in a checkpoint's name; `InputError` for another name."""
+    """Returns the step number in the name of a checkpoint's folder; `InputError` for any other name."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise InputError(f"{path} is not named as a checkpoint is")
@@ -288,7 +302,7 @@ def step_of(path: Path) -> int:
 
 
 def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
-    """Remove published checkpoints but `newest`, whose files were read back, and the `keep` - 1 before it."""
+    """Removes the published checkpoints in `folder` except `newest` and the `keep` - 1 most recent others."""
     others = [path for path in scan(folder) if path != newest]
     for path in others[max(keep - 1, 0) :]:
         # renamed first: half a removed folder would still look like a checkpoint
@@ -296,18 +310,21 @@ def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
 
 
 def clear(folder: Path, disk: Disk) -> None:
-    """Remove folders of saves that never ended."""
+    """Removes unpublished checkpoints and half-removed ones from `folder`; called only when no save is running."""
     for path in under_way(folder) + ([] if is_remote(folder) else sorted(folder.glob("step-*.gone-*"))):
         disk.remove(path)
 
 
 def set_aside(path: Path, why: str, disk: Disk) -> Path:
-    """Rename a checkpoint that is damaged or of steps taken again, so that no scan finds it; returns its new path."""
+    """Renames a checkpoint so that `scan` does not find it; returns its new path. `why`: a word in the new name."""
     return disk.withdraw(path, f"{why}-{os.urandom(2).hex()}")
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Returns a sentence for each damaged file, by digests; of every `parts`-th file from `part` on."""
+    """Returns a sentence for each file whose digest is wrong or that cannot be read; [] if all files are intact.
+
+    Only files `part`, `part` + `parts`, ... of the manifest are read, so that `parts` ranks can divide the work.
+    """
     try:
         content = manifest.read(folder)
     except InputError as error:

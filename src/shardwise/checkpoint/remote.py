@@ -1,11 +1,11 @@
-"""Checkpoints in a store with an address (s3://, gs://), by fsspec; save, publish, resume ask `is_remote`. No torch.
+"""Checkpoints in an object store (an address such as s3:// or gs://), through fsspec. Without torch.
 
     step-00000012-1795400000000000/rank-00003.safetensors    written, read back
                                    rank-00003.json           what is in it, and its digest
                                    manifest.json             last: with it the folder is a checkpoint, without it none
 
-No rename is relied on, and nothing that is there is written again. What is not whole (a store may show half a file) has
-not its digest, and is not believed. To withdraw a checkpoint is to remove its manifest first.
+No rename is relied on, and no existing file of a checkpoint is written again. A store may show half of a file; such a
+file fails its digest and is ignored. A checkpoint is withdrawn by removing its manifest first.
 
 Options of a store (keys, end points) come from fsspec's own configuration and from the store's variables.
 """
@@ -28,7 +28,11 @@ AT_ONCE = 2**26  # bytes of one request
 
 
 class RemotePath:
-    """A place in a store, with as much of `Path` as checkpoints need. What the store raises comes as `OSError`."""
+    """A file or folder in a store, with those methods of `Path` that checkpoints need. Errors are `OSError`.
+
+    store   fsspec file system
+    path    address within it, without protocol
+    """
 
     def __init__(self, store: Any, path: str) -> None:
         self.store, self.path = store, path.rstrip("/")
@@ -55,40 +59,40 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Returns the place one level up, as `Path.parent`."""
+        """Returns the address one level up, as `Path.parent`."""
         return RemotePath(self.store, self.path.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
-        """Returns this place: an address is absolute."""
+        """Returns this path, since an address is always absolute."""
         return self
 
     def is_symlink(self) -> bool:
-        """Returns False: a store has no links that anybody could follow."""
+        """Returns False, since a store has no symbolic links."""
         return False
 
     def exists(self) -> bool:
-        """Returns whether a file or folder has this address now, whatever was listed before."""
+        """Whether a file or folder has this address now (fsspec's cached listings are not used)."""
         with naming_address(self):
             self.store.invalidate_cache()  # fsspec keeps listings, and other ranks write here
             return bool(self.store.exists(self.path))
 
     def is_file(self) -> bool:
-        """Returns whether a file has this address."""
+        """Whether a file has this address."""
         with naming_address(self):
             return bool(self.store.isfile(self.path))
 
     def is_dir(self) -> bool:
-        """Returns whether anything lies below this address."""
+        """Whether this address is a folder, which is so if anything lies below it."""
         with naming_address(self):
             return bool(self.store.isdir(self.path))
 
     def size(self) -> int:
-        """Returns the bytes of a file."""
+        """Returns the size of the file in bytes."""
         with naming_address(self):
             return int(self.store.info(self.path)["size"])
 
     def names(self) -> list[str]:
-        """Returns the names of files and folders directly below this address; [] where there are none."""
+        """Returns the names of files and folders directly below this address; [] if there are none."""
         with naming_address(self):
             self.store.invalidate_cache()
             if not self.store.exists(self.path):
@@ -97,7 +101,7 @@ class RemotePath:
 
     @contextmanager
     def open(self, mode: str = "rb", buffering: int = -1) -> Iterator[Any]:
-        """Context: the file, to be read."""
+        """Context that gives the open file. `buffering` is ignored."""
         with naming_address(self), self.store.open(self.path, mode) as file:
             yield file
 
@@ -107,12 +111,12 @@ class RemotePath:
             return bytes(self.store.cat_file(self.path))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the whole file, anew."""
+        """Writes the file with this content, replacing any other."""
         with naming_address(self):
             self.store.pipe_file(self.path, data)
 
     def unlink(self) -> None:
-        """Remove the file."""
+        """Removes the file."""
         with naming_address(self):
             self.store.rm_file(self.path)
 
@@ -121,22 +125,25 @@ class RemotePath:
         return self.read_bytes().decode(encoding, errors)
 
     def read_range(self, begin: int, size: int) -> bytes:
-        """Returns the file's bytes from `begin` on, at most `size`; fewer where `size` is too much for one request."""
+        """Returns up to `size` bytes of the file from byte `begin` on, in one request of at most `AT_ONCE` bytes."""
         with naming_address(self):
             return bytes(self.store.cat_file(self.path, start=begin, end=begin + min(size, AT_ONCE)))
 
 
 class RemoteDisk(Disk):
-    """Changes files of a store."""
+    """A store, as far as checkpoints change it; paths are `RemotePath`s."""
 
     def folder(self, path: Path) -> None:
-        """Make a folder, where a store has any."""
+        """Makes a folder, if the store has folders; it may exist."""
         self.reached("create", path)
         with naming_address(path):
             path.store.makedirs(path.path, exist_ok=True)  # type: ignore[attr-defined]
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """Make a file with these bytes, in place of one that is there; returns their digest."""
+        """Makes a file of the concatenated `parts`, replacing any other; returns its digest as `digest_of` does.
+
+        read_back   Whether to read the file again; `RunError` if the bytes differ
+        """
         self.reached("create", path)
         digest = xxhash.xxh3_128()
         with naming_address(path), path.store.open(path.path, "wb") as file:  # type: ignore[attr-defined]
@@ -153,25 +160,25 @@ class RemoteDisk(Disk):
         return digest.hexdigest()
 
     def small(self, path: Path, data: bytes) -> None:
-        """Make a small file; who reads it looks at its digest."""
+        """Makes a small file, which may be seen half written: readers check its digest."""
         self.file(path, [data])
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Put a small file in place of another."""
+        """Replaces the content of a small file."""
         self.file(path, [data])
 
     def sync_folder(self, path: Path) -> None:
-        """Do nothing: a store has no folders whose names would have to be synced."""
+        """Does nothing, since a store has no folder whose names need a sync."""
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with all that is in it."""
+        """Removes a file, or a folder with its content, if it exists."""
         self.reached("remove", path)
         with naming_address(path):
             if path.exists():
                 path.store.rm(path.path, recursive=True)  # type: ignore[attr-defined]
 
     def withdraw(self, path: Path, why: str) -> Path:
-        """Rename a checkpoint's manifest, so that it is no checkpoint any more; returns its folder."""
+        """Renames a checkpoint's manifest to manifest.json.`why`, so that no scan finds it; returns its folder."""
         # the copy first: a process that ends in between leaves the checkpoint as it was
         text = (path / "manifest.json").read_bytes()
         self.file(path / f"manifest.json.{why}", [text])
@@ -181,7 +188,7 @@ class RemoteDisk(Disk):
 
 @contextmanager
 def naming_address(path: Any) -> Iterator[None]:
-    """Context: what a store raises becomes an `OSError` that names the address."""
+    """Context in which every exception of the store becomes an `OSError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -192,9 +199,9 @@ def naming_address(path: Any) -> Iterator[None]:
 
 
 def place(text: Any) -> Path:
-    """Returns a `Path`, or a place in a store where the text has `://`; `InputError` for a store that cannot be had.
+    """Returns `text` as a `Path`, or as a `RemotePath` (which stands in for a `Path` here) if it contains `://`.
 
-    What comes back for an address is a `RemotePath`, which stands in for a `Path` in this room.
+    Raises `InputError` if fsspec, or its package for that store, is missing or rejects the address.
     """
     if "://" not in str(text):
         return Path(text)
@@ -214,10 +221,10 @@ def place(text: Any) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Returns whether the path is a place in a store."""
+    """Whether the path is a `RemotePath`."""
     return isinstance(path, RemotePath)
 
 
 def disk_of(path: Path) -> Disk:
-    """Returns the `Disk` that changes files at a path: a store's, or the file system's."""
+    """Returns the object that writes files at a path: a `RemoteDisk` for a `RemotePath`, else a `Disk`."""
     return RemoteDisk() if is_remote(path) else Disk()

@@ -1,12 +1,12 @@
-"""Compare bit for bit what several ranks hold copies of: weights, state, buffers. Who is wrong: training/replay.
+"""Compares replicas of weights, optimizer state and buffers bit for bit. Which rank is at fault: training/replay.
 
-A rank's piece of a tensor has a place in the whole one (`holdings`); ranks with the same piece must hold the same. Each
-takes a hash of integers (exact, in any order), and all see all hashes: the majority tells which rank is wrong.
+Ranks that hold the same piece of a tensor (`holdings`) must hold the same bits. Each rank hashes its pieces as integers
+(exact in any order) and all ranks get all hashes; a rank whose hash differs from the majority's is wrong.
 
     h = sum of w_i * m_i mod 2^64    w_i the words of the tensor's bytes, m_i odd: one changed word always changes h
 
-In a step that is compared, weights and buffers are hashed right before the update too: an update writes some copies
-anew, and spreads to all ranks what a wrong one has done to the gradients.
+In a step whose result is compared, weights and buffers are hashed right before the update too, because an update
+overwrites some copies and spreads an error in one rank's gradients to all ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
 from shardwise.errors import RunError
 
-BEFORE = "before/"  # of the name of what was hashed before the update
+BEFORE = "before/"  # prefix of the names of hashes that were taken before the update
 Hashes = dict[str, tuple[str, int]]  # name -> (piece, hash)
 HashesByRank = dict[str, dict[int, int]]  # name -> rank -> hash, of one piece
 
 
 class ReplicasDiffer(RunError):
-    """Raised on all ranks alike where ranks that should hold the same do not.
+    """Raised on all ranks alike if ranks hold different bits of the same piece.
 
-    step    steps done
-    hashes  of each tensor that differs, by rank; those taken before the update alone, where any of them differ
-    rank    the one that differs from the majority; None: there is none
+    step    optimizer steps done
+    hashes  name of each tensor that differs -> rank -> hash; if any hash from before the update differs, only those
+    rank    the rank that differs from the majority most often; None if there is no majority
     """
 
     def __init__(self, step: int, hashes: HashesByRank) -> None:
@@ -45,7 +45,10 @@ class ReplicasDiffer(RunError):
         super().__init__(_message(hashes, step, blamed))
 
     def judged(self, blamed: list[int], why: str) -> ReplicasDiffer:
-        """Returns this error with a verdict from steps taken again; `blamed` and `why` are those of `verdict`."""
+        """Returns a copy of this error that blames the ranks found by replaying steps.
+
+        blamed, why   as `verdict` returns them: ranks at fault, or [] and the reason why none can be named
+        """
         error = ReplicasDiffer(self.step, self.hashes)
         error.rank = blamed[0] if blamed else None
         said = "another rank that took the steps in its place came to what the others have"
@@ -54,31 +57,33 @@ class ReplicasDiffer(RunError):
 
 
 class ReplicaCheck:
-    """Check that copies of tensors on several ranks have equal bits. Every rank makes one, called at the same steps.
+    """A check, called after a step, that replicas on several ranks have equal bits. All ranks call at the same steps.
 
-    every   steps between the calls: in those steps, hashes are taken before the update too (None: never)
+    every   number of steps between calls, so that `before_update` knows the steps to hash in; None: it never hashes
     """
 
     def __init__(self, engine: Engine, every: int | None = None) -> None:
         self.engine = engine
         self._every = every
         self._before: Hashes = {}
-        self.unlike: list[str] | None = None  # buffers that differed at the first check: ranks keep their own
+        self.unlike: list[str] | None = None  # buffers that differed at the first check, and are compared no more
 
     def before_update(self) -> AbstractContextManager[None]:
-        """Hash the tensors that modules compute with, in steps that are compared; returns an empty context, as
-        `Engine.around("update", ...)` asks."""
+        """Hashes weights and buffers if this step's result will be compared; returns a context that does nothing.
+
+        Called through `Engine.around("update", ...)`, which asks for a context.
+        """
         if self._every is not None and (self.engine.steps_done + 1) % self._every == 0:
             self._before = hashes(self.engine, before=True)
         return nullcontext()
 
     def taken(self) -> Hashes:
-        """Returns {name: hash} of this rank's tensors now, and of those before the update where asked for."""
+        """Returns {name: (piece, hash)} of this rank's tensors now, and those that `before_update` took."""
         taken, self._before = {**self._before, **hashes(self.engine)}, {}
         return taken
 
     def __call__(self) -> None:
-        """Raises `ReplicasDiffer`, on all ranks, naming a tensor and the rank that has other bits. Collective."""
+        """Raises `ReplicasDiffer` on all ranks if replicas of a tensor have different bits. Collective."""
         engine = self.engine
         mine = self.taken()
         places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
@@ -86,7 +91,7 @@ class ReplicaCheck:
             for key, (piece, value) in by_name.items():
                 places[key, piece][rank] = value
         differing = {key: by_name for (key, _), by_name in places.items() if len(set(by_name.values())) > 1}
-        if self.unlike is None:  # buffers that are each rank's own differ from the first check on
+        if self.unlike is None:  # a buffer that is meant to differ between ranks does so from the first check on
             self.unlike = sorted({name for key in differing if (name := _plain(key)).startswith("buffer/")})
             if self.unlike:
                 names = ", ".join(self.unlike[:3])
@@ -98,7 +103,10 @@ class ReplicaCheck:
 
 
 def hashes(engine: Engine, before: bool = False) -> Hashes:
-    """Returns hashes of every tensor that several ranks may hold alike; `before`: of modules' own weights alone."""
+    """Returns {name: (piece, hash)} of this rank's weights, buffers and optimizer state.
+
+    before   Whether the call is before the update: without optimizer state, and names begin with `BEFORE`
+    """
     holdings = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
     return {BEFORE * before + h.key: (str(to_json(h.piece)), bits_hash(h.flat())) for h in holdings}
 
@@ -108,13 +116,13 @@ def _plain(key: str) -> str:
 
 
 def _used(engine: Engine) -> Iterator[Holding]:
-    """Yields a `Holding` of each tensor that modules compute with: masters, buffers, weights that are no masters."""
+    """Yields a `Holding` of each master, buffer, frozen weight, and weight of the module that is no master itself."""
     yield from weights(engine)
     yield from _used_beside(engine)
 
 
 def _used_beside(engine: Engine) -> Iterator[Holding]:
-    """Yields a `Holding` of each weight that the module computes with and that is no master."""
+    """Yields a `Holding` of each trained weight of the module that is a copy of its master (bf16, a gathered piece)."""
     masters = {id(slot.master) for slot in engine.technique.slots}
     for name, param in engine.module.named_parameters():
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):
@@ -123,7 +131,7 @@ def _used_beside(engine: Engine) -> Iterator[Holding]:
 
 
 def _blamed(wrong: HashesByRank) -> list[int]:
-    """Returns the ranks that differ from a majority, most often first."""
+    """Returns the ranks that differ from a strict majority in some tensor, the one that does so most often first."""
     blamed: Counter[int] = Counter()
     for by_rank in wrong.values():
         common, count = Counter(by_rank.values()).most_common(1)[0]
@@ -135,9 +143,14 @@ def _blamed(wrong: HashesByRank) -> list[int]:
 def _message(
     wrong: HashesByRank, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = ""
 ) -> str:
-    """Returns the message: which tensors differ, on which ranks where that is known, and `why`; `more`: added to it."""
+    """Returns the text of a `ReplicasDiffer`.
+
+    wrong   hashes of the tensors that differ
+    blamed  ranks at fault; []: unknown
+    why     reason for the blame, told only if there are blamed ranks; `more`: a text to append in any case
+    """
     keys = sorted(_plain(key) for key in wrong)
-    # four names are enough to see the pattern; the count says how much else
+    # four names show the pattern
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
     who = f"of ranks {', '.join(map(str, ranks))}, and two cannot tell which is right"
@@ -157,11 +170,11 @@ def _message(
 def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
     """Returns (ranks at fault, the most blamed first, ""), or ([], why none can be named).
 
-    first   of the steps: name -> rank -> hash
-    again   of the same steps taken again: name -> rank that took them in the place of one of those -> hash
+    first   name -> rank -> hash after the steps
+    again   name -> rank -> hash after a replay of the steps, in which ranks took each other's places
 
-    Each rank has one voice for each hash that it came to. The hash with the most voices is right, if one of the first
-    had it; where two ranks each stay with their own, one that came to two different hashes is wrong.
+    Each rank votes once for each hash that it came to. The hash with the most votes is right, if one of `first` is
+    equal to it. In a tie, the rank at fault is the only one that came to two different hashes, if there is one.
     """
     blamed: Counter[int] = Counter()
     why = "what others come to in their place is what none of them had: it went wrong before the last step"
@@ -170,9 +183,9 @@ def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
         for rank, value in again.get(name, {}).items():
             came_to.setdefault(rank, set()).add(value)
         (best, voices), *others = Counter(value for mine in came_to.values() for value in mine).most_common()
-        # a majority; else a tie, in which a rank that came to two hashes is at fault
+        # one hash has the most votes
         if not others or voices > others[0][1]:
-            # else all of the first are wrong: what was right was lost before these steps
+            # if no first hash is the best one, the right values were lost before these steps
             if best in by_rank.values():
                 blamed.update(rank for rank, value in by_rank.items() if value != best)
             continue

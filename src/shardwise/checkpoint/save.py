@@ -1,13 +1,14 @@
-"""Save an engine's state as checkpoints while training goes on (writer: background; counterpart: load).
+"""Saves an engine's state as checkpoints while training goes on (checkpoint/load loads them).
 
-    rank     copies its pieces into a buffer that was made before (a memory file), and goes on with the next step
-    writer   a process of its own without torch: the buffer -> the rank's file -> (rank 0) the checkpoint
+    rank     copies its pieces into a preallocated buffer (a memory file), and goes on with the next step
+    writer   another process, without torch: writes the buffer as the rank's file, and on rank 0 publishes all
 
-Which pieces a rank writes is settled once for a layout: ranks tell each other what they hold, and those that hold the
-same each write a part of it. Afterwards a save costs one row of numbers from each rank, and the copy. One save is in
-flight; a second one waits for it. What a writer fails with is raised by `finish`, or by the next save.
+Which elements a rank writes is decided once for a layout: ranks exchange descriptions of their pieces, and ranks with
+the same piece each write a part of it. Afterwards a save costs a gather of one short row from each rank, and the copy.
+One save is in flight at a time; a second one waits for it. An error of a writer is raised by `finish`, or by the next
+save.
 
-Bytes: each element of the state once over all ranks; a buffer of that size beside it, in host memory.
+Bytes: each element of the state is written once over all ranks; each rank's buffer has the size of its part.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import Grid
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
-SEEN_S = 5.0  # in which a file that one rank has made is seen by the others
-SLACK = 1.02  # of the bytes to be written, that must be free
+SEEN_S = 5.0  # seconds within which the other ranks must see a file that rank 0 has made
+SLACK = 1.02  # times the bytes to be written must be free on the disk
 
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The part of a tensor that this rank writes: elements [first, last) of its piece, at `entry` of its file."""
+    """The part of a tensor that this rank writes: elements [first, last) of its piece, as `entry` of its file."""
 
     first: int
     last: int
@@ -64,13 +65,15 @@ class _Share:
 
 
 class Saver:
-    """Checkpoints of an engine below `folder`. Every rank makes one, before the first step and before `restore`.
+    """Writer of an engine's checkpoints below `folder`. Every rank makes one, before the first step and `restore`.
 
-    Options of param groups that move later are state, and put back by `restore`. Every rank calls it at the same steps.
+    Options of param groups that change after a Saver is made count as state, which `restore` puts back. All ranks call
+    its methods at the same steps.
 
-    keep        published checkpoints that stay
-    background  a process writes while training goes on; else `save` returns when the checkpoint is published
-    ema         the moving average to save with the weights
+    keep        how many published checkpoints remain in `folder`
+    background  Whether another process writes while training goes on; if not, `save` returns once it is published
+    ema         the moving average to save with the weights; None: there is none
+    disk        what writes the files; None: the file system or the store that `folder` lies in
     """
 
     def __init__(
@@ -82,27 +85,27 @@ class Saver:
         self.disk = disk or disk_of(self.folder)
         self.built: Options = options_of(engine)
         self._read_again = ReadAgain(engine)
-        self._elsewhere: dict[str, str] = {}  # digests of weights that the last save left to the task's files
+        self._elsewhere: dict[str, str] = {}  # name -> digest of frozen weights that the last save left out
         mine = [secrets.token_hex(4), time.time_ns() // 1000]
         self.token, self.began_us = gather_json(mine, engine.mesh.world, engine.device)[0]
         self._count = 0
         self._layout = ""
         self._shares: dict[str, _Share] = {}
         self._header = b""
-        self.total_bytes = 0  # of all ranks
-        self._file = -1  # of memory, where a process writes in the background
+        self.total_bytes = 0  # to be written by all ranks together
+        self._file = -1  # descriptor of the memory that the background process reads; -1: none
         self._buffer: mmap.mmap | None = None
         self._writer: Writer | None = None
-        self._made = False  # the folder
+        self._made = False  # whether the folder exists and all ranks see it
         self.last: Path | None = None  # the newest checkpoint that is published, on every rank
 
     # --- saving
 
     def save(self, fields: Fields | None = None) -> None:
-        """Begin a checkpoint of the state as it is now. Collective. `fields`: JSON to keep with it, rank 0's.
+        """Begins a checkpoint of the engine's current state. Collective. `fields`: JSON to save with it (of rank 0).
 
-        Raises on all ranks alike: `RunError` for what the save before failed with, and where there is no space for
-        this one; `RefusedPlan` for state that a checkpoint has no form for.
+        Raises on all ranks alike: `RunError` if the save before failed or the disk has no space for this one,
+        `RefusedPlan` if the optimizer has state that a checkpoint cannot hold.
         """
         self.finish()
         reach("save", subject=self)
@@ -118,7 +121,11 @@ class Saver:
             self._agreed(lambda: publish.write_and_publish(work, self._parts(holdings), self.disk))
 
     def _state(self) -> tuple[list[Holding], Fields]:
-        """Returns (this rank's tensors, the optimizer's state as a tree). `RefusedPlan` for what has no form."""
+        """Returns (holdings to save, the optimizer's state as {weight: {state key: node}}). Collective.
+
+        Left out are frozen weights that the task reads from its files, if no rank has changed them. Raises
+        `RefusedPlan` on all ranks for state that a checkpoint cannot hold.
+        """
         engine, error = self.engine, ""
         holdings: list[Holding] = []
         tree: Fields = {}
@@ -127,7 +134,7 @@ class Saver:
             holdings = [*weights(engine), *of_optimizer, *averages(engine, self.ema)]
             holdings += generators(engine.rank, engine.device)
             for holding in holdings:
-                _ = holding.dtype  # that it has a name
+                _ = holding.dtype  # raises now if safetensors has no such dtype
         except RefusedPlan as problem:
             error = str(problem)
         answers = gather_json([error, self._read_again.changed()], engine.mesh.world, engine.device)
@@ -140,7 +147,11 @@ class Saver:
         return [holding for holding in holdings if holding.key not in left], tree
 
     def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
-        """Returns this rank's part of the checkpoint: tensors with their places in its file, and all other state."""
+        """Returns this rank's part of the checkpoint: tensors with their places in its file, and all other state.
+
+        tree    the optimizer's state, as `_state` returns it
+        fields  the caller's JSON, whose keys the engine's own override
+        """
         engine = self.engine
         tensors = {}
         for holding in holdings:
@@ -168,19 +179,22 @@ class Saver:
             "shared": {"optimizer": tree, "group_of": group_of, "groups": groups, "elsewhere": self._elsewhere},
         }
         partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"
-        if is_remote(self.folder):  # no rename there: the name stays, and must be one that nothing else has or had
+        if is_remote(self.folder):  # a store has no rename: this is the final name, so it must never have been used
             partial = f"step-{engine.steps_done:08d}-{self.began_us + self._count}"
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
     def _settle(self, holdings: list[Holding]) -> None:
-        """Decide which rank writes which tensors, once for each layout of holdings. Collective."""
+        """Decides which elements this rank writes, and where in its file. Collective.
+
+        Does nothing if every rank's holdings have the keys, pieces and dtypes of the call before.
+        """
         engine = self.engine
         mine = [[h.key, to_json(h.piece), h.piece.shape, h.dtype, h.alike] for h in holdings]
         text = json.dumps(mine)
         number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52  # exact in float64, in which rows travel
         rows = gather_rows(put([float(number)], engine.device), engine.mesh.world)
         layout = str(rows.view(-1).tolist())
-        # all ranks compare all ranks' numbers, so that either none gathers below or every one does
+        # all ranks compare the hashes of all ranks, so that either none or all of them enter the gather below
         if layout == self._layout:
             return
         everybody = gather_json(mine, engine.mesh.world, engine.device)
@@ -189,10 +203,12 @@ class Saver:
         whole = {h.key: h.piece for h in holdings if h.piece.is_whole}
         named: dict[str, tuple[str, tuple[int, ...]]] = {}
         for key, dtype, first, last in shares[engine.rank]:
+            # a whole tensor keeps its shape in the file; any other share is stored flat
             all_of_it = key in whole and last - first == whole[key].count
             named[key] = (dtype, whole[key].shape if all_of_it else (last - first,))
         self._header, entries = header_of(named)
         self._shares = {key: _Share(first, last, entries[key]) for key, _, first, last in shares[engine.rank]}
+        # tensors, plus an upper estimate of the JSON that describes them
         self.total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
         # a writer in another process reads shared memory
         if self.background:
@@ -200,12 +216,12 @@ class Saver:
         self._layout = layout
 
     def _map(self, size_bytes: int) -> None:
-        """Make the memory file that the writer reads, with the header in it."""
+        """Makes the memory file of `size_bytes` that the writer reads, and puts the safetensors header into it."""
         if self._file < 0:
             self._file = _memory_file()
         if self._buffer is None or len(self._buffer) != size_bytes:
             os.ftruncate(self._file, size_bytes)
-            touched = getattr(mmap, "MAP_POPULATE", 0)  # the first copy is not to wait for every page
+            touched = getattr(mmap, "MAP_POPULATE", 0)  # pages are allocated now, not one by one in the first copy
             self._buffer = mmap.mmap(self._file, size_bytes, mmap.MAP_SHARED | touched)
         self._buffer[: len(self._header)] = self._header
 
@@ -214,7 +230,7 @@ class Saver:
         return self._buffer
 
     def _fill(self, holdings: list[Holding]) -> None:
-        """Copy this rank's shares into the buffer."""
+        """Copies the elements that this rank writes into the buffer."""
         for holding in holdings:
             share = self._shares.get(holding.key)
             if share is not None and share.last > share.first:
@@ -225,7 +241,7 @@ class Saver:
                 place.copy_(holding.flat()[share.first : share.last])
 
     def _parts(self, holdings: list[Holding]) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of this rank's file, from where they are: nothing changes before it is written."""
+        """Yields the bytes of this rank's file in order, without a buffer; the state must not change meanwhile."""
         yield self._header
         holding_of = {holding.key: holding for holding in holdings}
         for key, share in sorted(self._shares.items(), key=lambda item: item[1].entry.begin):
@@ -233,12 +249,13 @@ class Saver:
                 yield holding_of[key].flat()[share.first : share.last].cpu().contiguous().view(torch.uint8).numpy().data
 
     def _check_space(self) -> None:
-        """Raises `RunError` where the folder cannot be made or the disk lacks the bytes. Collective."""
+        """Raises `RunError` on all ranks if the folder cannot be made or seen, or the disk lacks space. Collective."""
         free, error = 0.0, ""
-        # one rank knows the disk, and tells the others: a rank that raises alone would be waited for
+        # rank 0 asks the disk and all ranks get its answer: a rank that raised alone would be waited for
         if self.engine.rank == 0:
             try:
-                # at a run's first save: what an earlier run left half written goes, and ranks look for one file
+                # before a run's first save, remove half-written checkpoints of earlier runs, and make the file
+                # by which all ranks see that they share one folder
                 if not self._made:
                     self.disk.folder(self.folder)
                     publish.clear(self.folder, self.disk)
@@ -261,23 +278,23 @@ class Saver:
 
     @property
     def _mark(self) -> str:
-        """Returns the name of a file by which rank 0 shows for a moment that all ranks see one folder."""
+        """Returns the name of the temporary file that every rank must see for the folder to count as shared."""
         return f"meeting-{self.token}"
 
     def _not_shared(self) -> str:
-        """Returns why some rank does not see what rank 0 writes into the folder; "" where all see it. Collective."""
+        """Returns a message if some rank does not see rank 0's file in the folder; "" if all do. Collective."""
         engine, mark = self.engine, self.folder / self._mark
         until = time.monotonic() + SEEN_S
         while not (seen := mark.exists()) and time.monotonic() < until:
             time.sleep(0.1)
         blind = [rank for rank, saw in enumerate(gather_json(seen, engine.mesh.world, engine.device)) if not saw]
         if engine.rank == 0:
-            with suppress(OSError):  # it is in nobody's way
+            with suppress(OSError):  # a file that stays does no harm
                 mark.unlink()
         return f"rank {blind[0]} does not see what rank 0 writes in {self.folder}: hosts share it not" if blind else ""
 
     def _free_bytes(self) -> float:
-        """Returns the free bytes of the folder's disk; 2^62 for a store, which does not tell."""
+        """Returns the free bytes of the folder's disk; 2^62 for a store, whose free space is unknown."""
         if is_remote(self.folder):
             return float(2**62)
         stat = os.statvfs(self.folder)
@@ -286,7 +303,7 @@ class Saver:
     # --- writing
 
     def _started(self) -> Writer:
-        """Returns the writer, started anew where it has ended."""
+        """Returns the background writer; starts one if there is none or it has ended."""
         if self._writer is not None and self._writer.process.poll() is not None:
             self._writer.close()  # it was killed between two saves
             self._writer = None
@@ -295,22 +312,25 @@ class Saver:
         return self._writer
 
     def prepare(self) -> None:
-        """Start the writer, make its buffer, check disk space, before the first step. Collective; raises as `save`."""
+        """Starts the writer, makes its buffer and checks disk space, before the first step. Collective.
+
+        Raises as `save` does.
+        """
         self.make_room()
         self._check_space()
         if self.background:
             self._started()
 
     def make_room(self) -> None:
-        """Deal what is saved over the ranks and make this rank's buffer as large as its part. Collective."""
+        """Decides which elements each rank writes, and makes this rank's buffer of the size of its part. Collective."""
         self._settle(self._state()[0])
 
     def answered(self) -> str:
-        """Returns the state of this rank's save: "" while it runs (or without one), then "well" or "badly"."""
+        """Returns the outcome of this rank's save: "" if none was begun or it still runs, else "well" or "badly"."""
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:
-        """Wait until no save is under way anywhere. Collective. Raises `RunError`, on all ranks, where one failed."""
+        """Waits until the save under way has ended on all ranks. Collective. Raises `RunError` on all if one failed."""
         if self._writer is None or self._writer.step is None:
             return
         writer = self._writer
@@ -325,7 +345,10 @@ class Saver:
         self._agreed(waited)
 
     def _agreed(self, work: Callable[[], Path]) -> None:
-        """Run `work`; returns when all ranks have, or raises what the first of them failed with. Collective."""
+        """Runs `work` on every rank and sets `last` to the path that rank 0's returned. Collective.
+
+        Raises `RunError` on all ranks if it failed on one, with the message of the lowest such rank.
+        """
         path, error = "", ""
         try:
             path = str(work())
@@ -338,7 +361,7 @@ class Saver:
         self.last = place(answers[0][0])
 
     def close(self) -> None:
-        """Let the writer end after the save under way, whose outcome is not checked."""
+        """Lets the writer process end after the save under way, whose outcome is not checked."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -348,7 +371,7 @@ class Saver:
 
 
 def _memory_file() -> int:
-    """Returns a descriptor of memory that another process can be given, or of a file without a name."""
+    """Returns a descriptor of anonymous shared memory, or of an unlinked temporary file where the OS has none."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -356,7 +379,10 @@ def _memory_file() -> int:
 
 
 def _by_family(plan: Plan) -> list[int]:
-    """Returns all ranks, those together that share one set of pieces of what neither tp nor pp cuts."""
+    """Returns all ranks sorted by their (pp, tp) coordinates.
+
+    Ranks with equal coordinates are adjacent; together they hold one full set of pieces of a replicated weight.
+    """
     grid = Grid(plan)
     places = [grid.coordinates(rank) for rank in range(plan.world_size)]
     return sorted(range(plan.world_size), key=lambda rank: [places[rank][axis] for axis in ("pp", "tp")])
@@ -365,15 +391,15 @@ def _by_family(plan: Plan) -> list[int]:
 def assigned(everybody: list[list[list[Any]]], order: Sequence[int]) -> list[list[tuple[str, str, int, int]]]:
     """Returns, for each rank, (key, dtype, first, last) of the elements of its pieces that it writes.
 
-    everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
-    order       ranks, those first whose pieces are written where others have other pieces of the same elements: flat
-                pieces of a weight that tp leaves whole end elsewhere on each of its ranks where it cuts others unevenly
+    everybody   for each rank a list of [key, piece as JSON, unsharded shape, dtype, alike], one for each tensor
+    order       ranks by precedence: if two ranks hold overlapping but different pieces, the earlier rank's is written.
+                That happens to flat pieces of a weight that tp replicates, if tp ranks have buckets of other sizes
     """
     holders: dict[tuple[str, str], list[int]] = {}
     about: dict[tuple[str, str], tuple[Piece, str, bool]] = {}
     for rank in order:
         for key, piece, shape, dtype, alike in everybody[rank]:
-            # where ranks may have other values in one tensor (buffers), all of it is the first rank's
+            # ranks may hold different values of a buffer: all of it comes from the first rank
             name = (key, json.dumps(piece) if alike else "")
             holders.setdefault(name, []).append(rank)
             if name not in about:
@@ -386,7 +412,7 @@ def assigned(everybody: list[list[list[Any]]], order: Sequence[int]) -> list[lis
         if not alike:
             shares[ranks[0]].append((key, dtype, 0, count))
         elif len(ranks) == 1 or count * ITEM_BYTES[dtype] < SPLIT_BYTES:
-            # not always the first of them: small tensors are spread by their names
+            # a hash of the name chooses the writer: the first holder would write all small tensors
             shares[ranks[zlib.crc32(key.encode()) % len(ranks)]].append((key, dtype, 0, count))
         else:
             for place, rank in enumerate(ranks):
@@ -397,14 +423,18 @@ def assigned(everybody: list[list[list[Any]]], order: Sequence[int]) -> list[lis
 def _leave_doubles_out(
     holders: dict[tuple[str, str], list[int]], about: dict[tuple[str, str], tuple[Piece, str, bool]]
 ) -> None:
-    """Drop from `holders` pieces with elements that an earlier one of the same tensor has."""
+    """Removes from `holders` each piece that overlaps an earlier piece of the same tensor.
+
+    holders  (key, piece as text) -> ranks that hold it, in order of precedence; changed in place
+    about    the same keys -> (piece, dtype, alike)
+    """
     of_key: dict[str, list[tuple[str, str]]] = {}
     for name in holders:
         of_key.setdefault(name[0], []).append(name)
     for names in of_key.values():
         pieces = [about[name][0] for name in names]
         if sum(piece.count for piece in pieces) <= math.prod(pieces[0].shape):
-            continue  # as nearly all: pairs of many pieces cost the square
+            continue  # nearly always: comparing every pair of many pieces is quadratic
         kept: list[Piece] = []
         for name, piece in zip(names, pieces, strict=True):
             if any(common_count(piece, other) for other in kept):

@@ -1,7 +1,7 @@
-"""Read tensors from files piece by piece: a checkpoint's, or anybody's safetensors. Without torch.
+"""Reads pieces of tensors from the files of a checkpoint, or from any safetensors files. Without torch.
 
-What a rank needs is read with plain reads, at most so much at once: a file that is cut short or overwritten meanwhile
-is an error, where a mapped one would be zeros or the end of the process.
+Files are read with plain reads of limited size, not memory-mapped: if a file is truncated meanwhile, a read gives an
+error, where a mapping would give zeros or end the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from shardwise.checkpoint.pieces import Piece, common_count, copy_common
 from shardwise.errors import InputError, RunError
 
 AT_ONCE = 2**22  # elements of one read
-ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # values are moved, never looked at
+ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by item size; values are only moved
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored:
-    """Tensors by name, read from files. `manifest` is there where the folder is a checkpoint."""
+    """The tensors in a folder of files, from which pieces can be read. A context manager that closes its files.
+
+    folder    the folder that holds the files
+    tensors   name -> dtype, unsharded shape, and the parts of files that hold it
+    manifest  the checkpoint's manifest; None for plain safetensors
+    """
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor], whole: Manifest | None = None) -> None:
         self.folder, self.tensors, self.manifest = folder, tensors, whole
@@ -33,14 +38,15 @@ class Stored:
 
     @property
     def elsewhere(self) -> dict[str, str]:
-        """Returns digests of frozen weights that lie in the task's files and not here, by name."""
+        """Returns {name: digest} of frozen weights that the checkpoint left out, since the task's files hold them."""
         return {} if self.manifest is None else self.manifest.fields.get("elsewhere", {})
 
     def read(self, name: str, wanted: Piece, into: np.ndarray | None = None) -> np.ndarray:
-        """Returns the elements of a piece, (count,), as unsigned integers of their size.
+        """Returns the elements of the piece `wanted` of a tensor, (count,), as unsigned integers of the item size.
 
-        into   an array of that shape and dtype to fill, in the place of a new one
-        Raises `RunError` for a file that cannot be read or was cut short.
+        into   an array of that shape and dtype to fill and return; None: a new one is made
+
+        Raises `RunError` for a file that cannot be read or is truncated.
         """
         tensor = self.tensors[name]
         item = ITEM_BYTES[tensor.dtype]
@@ -51,18 +57,21 @@ class Stored:
         return target
 
     def _read_part(self, part: FilePiece, item: int, target: np.ndarray, wanted: Piece) -> int:
-        """Reads the elements that a part and the piece have in common into `target`; returns how many."""
+        """Reads the elements that a part and the piece `wanted` have in common into `target`; returns how many.
+
+        item    bytes of one element
+        target  array (wanted.count,) with the elements of `wanted` in order
+        """
         piece = part.piece
-        if piece.runs == wanted.runs:  # two intervals of one flattening: straight to its place
+        if piece.runs == wanted.runs:  # two intervals of one flattening: one contiguous read
             first, last = max(piece.first, wanted.first), min(piece.last, wanted.last)
             if first < last:
                 place = target[first - wanted.first : last - wanted.first]
                 self._bytes(part, (first - piece.first) * item, place.view(np.uint8))
             return max(last - first, 0)
         done = 0
-        for first in range(0, piece.count, AT_ONCE):  # a buffer of so many elements, not of the part's
+        for first in range(0, piece.count, AT_ONCE):  # in steps, so that the buffer stays small
             some = piece.part(first, min(first + AT_ONCE, piece.count))
-            # what has nothing in common is not read
             if common_count(some, wanted):
                 source = np.empty(some.count, ITEMS[item])
                 self._bytes(part, first * item, source.view(np.uint8))
@@ -70,16 +79,16 @@ class Stored:
         return done
 
     def _bytes(self, part: FilePiece, begin: int, buffer: np.ndarray) -> None:
-        """Fill a buffer with the part's bytes from `begin` on; `RunError` where the file ends, or cannot be read."""
+        """Fills `buffer` with the part's bytes from its byte `begin` on; `RunError` if that fails or the file ends."""
         path = self.folder / part.file
-        ranged = getattr(path, "read_range", None)  # of a place in a store
+        ranged = getattr(path, "read_range", None)  # the method of a `RemotePath`
         try:
             if ranged is None and part.file not in self._open:
                 self._open[part.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             view, at = memoryview(buffer.data), part.begin + begin
             while view:
                 size = os.preadv(self._open[part.file], [view], at) if ranged is None else _into(view, ranged, at)
-                # the file was cut short: reading on would never end
+                # a truncated file: the loop would never end
                 if size == 0:
                     raise RunError(f"{path} ends at byte {at}, where '{part.piece.shape}' goes on")
                 view, at = view[size:], at + size
@@ -87,7 +96,7 @@ class Stored:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files that reads have opened."""
         for handle in self._open.values():
             os.close(handle)
         self._open.clear()
@@ -100,22 +109,28 @@ class Stored:
 
 
 def _into(view: memoryview, ranged: Callable[[int, int], bytes], at: int) -> int:
-    """Fill a view's beginning with the bytes of one request, from `at` on; returns how many bytes came."""
+    """Fills the beginning of `view` by one request to a store for the bytes from `at` on; returns how many came.
+
+    ranged   (first byte, size) -> bytes, as `RemotePath.read_range`
+    """
     data = ranged(at, len(view))[: len(view)]
     view[: len(data)] = data
     return len(data)
 
 
 def of_checkpoint(folder: Path) -> Stored:
-    """Returns the tensors of a published checkpoint. `InputError` where it is none, or damaged as far as sizes tell."""
+    """Returns the tensors of a published checkpoint; `InputError` if it is none or a file's size is wrong.
+
+    Digests of files are not checked.
+    """
     whole = manifest.read(folder)
     return Stored(folder, whole.tensors, whole)
 
 
 def of_safetensors(path: Path) -> Stored:
-    """Returns the tensors of a file, or of a folder with `model.safetensors` or its index, by the names in them.
+    """Returns the tensors of a safetensors file, or of a folder with `model.safetensors` or an index of several files.
 
-    Raises `InputError` for anything else, and for damaged files.
+    Raises `InputError` for anything else, and for damaged headers.
     """
     if path.is_dir():
         folder, files = path, _indexed(path)
@@ -131,7 +146,7 @@ def of_safetensors(path: Path) -> Stored:
 
 
 def _indexed(folder: Path) -> list[str]:
-    """Returns the names of the files with weights in a folder; `InputError` for none, or a missing one."""
+    """Returns the names of a folder's safetensors files, in Hugging Face's layout; `InputError` if one is missing."""
     index = folder / INDEX
     # Hugging Face's layout: one file without an index, or several with one
     if not index.exists():
@@ -158,7 +173,7 @@ def _indexed(folder: Path) -> list[str]:
 
 
 def _pickles(folder: Path) -> str:
-    """Returns a remark on a folder's pickles for an error; "" where it has none."""
+    """Returns a remark on a folder's pickled files, to end an error message; "" if it has none."""
     kinds = {".bin", ".pt", ".pth", ".ckpt", ".distcp"}
     pickled = next((path for path in sorted(folder.glob("*")) if path.suffix in kinds), None)
     if pickled is None:

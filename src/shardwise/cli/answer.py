@@ -1,7 +1,7 @@
 """How a command ends: its answer on stdout, all else on stderr, and an exit code (of errors: errors.py).
 
 0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 75 stopped and saved, 130 interrupted. With `--json`, stdout
-holds exactly one JSON object whatever happens: while a command runs, all that anything writes to stdout goes to stderr.
+has exactly one JSON object in any case: while a command runs, everything written to stdout goes to stderr.
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Answer:
-    """A command's answer so far: text, exit code, and `fields`, the JSON object."""
+    """A command's answer, which the command fills in.
+
+    args      words of the command line; `command`: the first that is no option
+    fields    the JSON object for --json, which begins with `FIELDS` of the command
+    text      for stdout without --json; `code`: exit code
+    """
 
     def __init__(self, args: list[str]) -> None:
         self.args, self.as_json = args, "--json" in args
@@ -91,29 +96,29 @@ class Answer:
         self.code = 0
 
     def fail(self, error: BaseException) -> None:
-        """Set code and message from what ended the command, and tell it on stderr."""
+        """Sets the exit code and the JSON's "error" or "refused" from `error`, and prints its message to stderr."""
         self.code, message = _code_and_message(error, self.command)
-        # JSON tells a refusal under a key of its own, so that a script need not read the message
+        # a refusal has a key of its own, so that a script need not parse the message
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
             self.fields["error"] = message
-        # click prints the usage line for its own errors only where it handles them itself
+        # click prints the usage line only for errors that it handles itself
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
-        # torchrun shows the message of the first failed rank at its end; on stderr it would stand there twice
+        # torchrun prints the message of the first failed rank at its end, so it must not be on stderr too
         if not _left_to_torchrun(message):
             click.echo(f"shardwise: {message}", err=True)
         if self.show_traceback:
             click.echo(_whole(error), err=True)
 
     def output(self) -> str:
-        """Returns the text for stdout: JSON or the answer."""
+        """Returns the text for stdout: `fields` as JSON with --json, else `text`."""
         return json.dumps(self.fields, allow_nan=False, default=str) if self.as_json else self.text
 
 
 def _left_to_torchrun(message: str) -> bool:
-    """Write the message where torchrun reads it, to show it once at the end; returns False without torchrun."""
+    """Writes the message into torchrun's error file, from which torchrun prints it; returns False without torchrun."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -123,11 +128,11 @@ def _left_to_torchrun(message: str) -> bool:
 
 
 class Ended(BaseException):
-    """Raised where SIGTERM has arrived.
+    """Raised in the main thread when SIGTERM arrives.
 
-    arrived   when, by the monotonic clock; None before
-    raised    the exception that was raised for it, as long as anything holds it: modules that are being imported
-              swallow exceptions or turn them into others
+    arrived   class attribute: time of the first SIGTERM, of the monotonic clock; None: there was none
+    raised    class attribute: () -> the exception raised last, None once it is garbage collected, which shows that code
+              swallowed it (modules that are being imported may do so)
     """
 
     arrived: float | None = None
@@ -141,7 +146,7 @@ def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
     )
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, f"interrupted{left}"
-    # SIGTERM may come out as another error, of code that swallowed it or broke on it
+    # code that catches or breaks on `Ended` may end in another error
     if isinstance(error, Ended) or Ended.arrived is not None:
         return 128 + signal.SIGTERM, f"ended by SIGTERM{left}"
     if isinstance(error, click.ClickException):
@@ -149,7 +154,7 @@ def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
     log = getattr(error, "log", None)
     if isinstance(error, ShardwiseError):
         message, trace = str(error), getattr(error, "remote_traceback", "")
-        if trace and "\nTraceback " in message:  # a rank's exception: its traceback is in the log
+        if trace and "\nTraceback " in message:  # a rank's traceback goes into the log, not into the message
             from shardwise.task_names import where_in_text
 
             place = where_in_text(trace)
@@ -164,12 +169,12 @@ def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
 
 
 def _usage(error: click.ClickException) -> str:
-    """Returns what is wrong with a command line and what to do; click's own message where it says both."""
+    """Returns the message for a wrong command line: click's own, completed by what to do."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and error.ctx is not None:
         return _say_which(error.ctx)
     message = " ".join(error.format_message().split()).rstrip(".")
-    words = getattr(getattr(getattr(error, "ctx", None), "obj", None), "args", [])  # without one before a command
-    # a dash or quote of a text editor in place of the keyboard's makes an option an argument
+    words = getattr(getattr(getattr(error, "ctx", None), "obj", None), "args", [])  # there may be no context
+    # a typographic dash or quote, pasted from a text editor, makes an option an argument
     if sign := next(filter(None, (no_keyboard(word[:1]) for word in words)), ""):
         return message + sign
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
@@ -177,9 +182,9 @@ def _usage(error: click.ClickException) -> str:
         return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
     if isinstance(error, click.NoSuchOption) and (advice := _instead(error, words)):
         return f"No such option '{error.option_name}'; {advice}"
-    if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # found before there was a command
+    if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # raised before the command was known
         return f"{message}; --help shows what it takes"
-    # click's own suggestion ("did you mean") is advice enough
+    # nothing is added to click's own suggestion ("did you mean")
     if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
         if message.startswith("No such command") and error.ctx.parent is not None:
             return f"{message}; {_say_which(error.ctx)}"
@@ -188,22 +193,24 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _instead(error: click.NoSuchOption, words: list[str]) -> str:
-    """Returns what to write in the place of an unknown option; "" where nothing tells. `words`: the command line."""
+    """Returns advice on what to write in place of an unknown option; "" without any. `words`: the command line."""
     params = error.ctx.command.params if error.ctx is not None else []
     of_script = any(param.name == "arguments" for param in params) and any(word.endswith(".py") for word in words)
-    # an option that resembles one of ours is a slip of the pen, and no option of the script
+    # an option that resembles one of the command's is a typing error, and no option of the script
     if of_script and not nearest(error.option_name.strip("-"), [name.strip("-") for name in error.possibilities or ()]):
         return f"a script's own stand behind --, as -- {error.option_name} ..."
     options = {option for param in params for option in param.opts}
-    one_dash = next((word for word in words if f"-{word.partition('=')[0]}" in options), None)  # read as -p -l -a -n
+    # click reads -plan as -p -l -a -n
+    one_dash = next((word for word in words if f"-{word.partition('=')[0]}" in options), None)
     if one_dash is not None:
         return f"did you mean -{one_dash}?"
     return _as_a_key(error)
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
-    """Returns advice to write an unknown option as a key of the plan or configuration; "" where no key fits."""
-    if any(option.startswith(error.option_name) for option in error.possibilities or ()):  # the option's own name, cut
+    """Returns advice to write an unknown option as a key of the plan or configuration; "" if no key fits."""
+    # the beginning of an option's name is a typing error
+    if any(option.startswith(error.option_name) for option in error.possibilities or ()):
         return ""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
     name = error.option_name.lstrip("-").replace("-", "_")
@@ -211,9 +218,8 @@ def _as_a_key(error: click.NoSuchOption) -> str:
         return f"give it as --plan {name}=..."
     if "overrides" in taken and (key := _key(name)):
         return f"give it as --set {key}=..."
-    # not a key of ours: perhaps another library's word for one
+    # perhaps it is another library's name for a field of the plan, or else for a key of the configuration
     ours = ours_of(name) if "plan" in taken else None
-    # words of other libraries, of plans first: these are the more specific
     if ours is None and "overrides" in taken:
         ours = key_of(name)
     if ours is None:
@@ -222,7 +228,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
 
 
 def _key(name: str) -> str | None:
-    """Returns the configuration's key that an option's name, perhaps another tool's, stands for; None for others."""
+    """Returns the configuration key that an option's name, perhaps of another library, stands for; None if none."""
     from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
@@ -231,13 +237,13 @@ def _key(name: str) -> str | None:
 
 
 def _say_which(context: click.Context) -> str:
-    """Returns "say which: " with the commands of a group."""
+    """Returns a message "say which: ..." that lists the commands of a group."""
     names = context.command.list_commands(context) if isinstance(context.command, click.Group) else []
     return f"say which: {', '.join(f'{context.command_path} {name}' for name in names)}"
 
 
 def _written(error: BaseException) -> str:
-    """Returns the path of a new file with the whole traceback, or why there is none."""
+    """Writes the whole traceback to a new temporary file; returns its path, or why there is none."""
     try:
         handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
     except OSError as full:
@@ -252,26 +258,26 @@ def _whole(error: BaseException) -> str:
 
 
 def speaks() -> bool:
-    """Returns whether this process prints the answer: the first rank of a launcher's, or a process by itself."""
+    """Whether this process prints the answer: rank 0 of a launcher, or a process without launcher."""
     from shardwise.ranks import here
 
     try:
         place = here()
-    except ShardwiseError:  # an environment that contradicts itself: each process says so
+    except ShardwiseError:  # the environment contradicts itself, which each process reports
         return True
     return place is None or place.rank == 0
 
 
 @contextmanager
 def quiet_stdout(active: bool) -> Iterator[None]:
-    """Context: what is written to stdout, by Python and by everything below it, goes to stderr."""
+    """Context in which stdout, of Python and of C code, goes to stderr; does nothing unless `active`."""
     if not active:
         yield
         return
     sys.stdout.flush()
     try:
         number = sys.stdout.fileno()
-    except (io.UnsupportedOperation, AttributeError):  # a stdout of Python alone, as a notebook's
+    except (io.UnsupportedOperation, AttributeError):  # stdout has no descriptor, as in a notebook
         number = None
     kept = os.dup(number) if number is not None else None
     try:

@@ -12,7 +12,7 @@ from shardwise.errors import InputError
 from shardwise.task_files import folder_above
 
 WHERE = "CHECKPOINT"
-PICKLES = (".pt", ".pth", ".bin", ".ckpt")  # by which a reader would take the file for one of torch.save
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")  # endings of files of torch.save, refused for a file of safetensors
 
 
 @click.group()
@@ -121,7 +121,7 @@ def convert(
         answer.fields.update(checkpoint=path, files=[str(file) for file in sorted(folder.glob("*.safetensors"))])
         answer.text = f"wrote {folder}"
         return
-    # beside the target, since /tmp is often in memory or too small for a model's weights
+    # the temporary folder is beside the target, since /tmp may be in memory or too small for a model
     with tempfile.TemporaryDirectory(dir=folder_above(Path(target))) as between:
         source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
         if dcp:
@@ -129,7 +129,7 @@ def convert(
 
             (single,) = turn(source, Path(between) / "weights.safetensors", ema=ema)
             files = write_folder(single, Path(target), key)
-        # under the module's own names; with --like under those of transformers, from one file of them
+        # without --like, names are the module's own; with it they are those of transformers
         elif like is None:
             files = turn(source, target, ema=ema)
         else:
@@ -143,7 +143,10 @@ def convert(
 
 
 def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
-    """Write the tensors of a pickled `path` as safetensors into `folder`; returns the file; `InputError` for others."""
+    """Writes the tensors of a pickled file or DCP folder as a safetensors file into `folder`; returns its path.
+
+    key   where the state dict lies in it, None: the only one. Raises `InputError` for other files.
+    """
     from safetensors.torch import save_file
 
     from shardwise.checkpoint.foreign import is_foreign, read

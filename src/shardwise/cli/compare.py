@@ -45,7 +45,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             _can_be_measured(task, words)
         rows: list[list[str]] = []
         by_plan: list[dict[str, Any]] = []
-        # an empty part (a trailing ";") is no plan
+        # a trailing ";" gives an empty part
         texts = [text for part in plans.split(";") if (text := part.strip())]
         for number, text in enumerate(texts, 1):
             say(f"compare: forecasting {text} ({number} of {len(texts)})")
@@ -59,9 +59,9 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             by_plan.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
-    # a single plan that cannot be forecast is one row; only where none can is the whole command a failure
+    # a plan that cannot be forecast has a row with the reason; the command fails only if no plan can
     if all("error" in fields for fields in by_plan):
-        # "dp_shard=8,tp=8" is one valid plan: a user who meant two of them has to be told of the separator
+        # "dp_shard=8,tp=8" is one valid plan: the user may have meant two
         between = "" if ";" in plans or "," not in plans else '; between plans stands ";", as in "dp_shard=8;tp=8"'
         raise InputError(f"compare: none of the plans can be forecast: {by_plan[0]['error']}{between}")
     head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
@@ -72,7 +72,12 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 
 
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Returns (table cells, JSON fields) of one plan's forecast, or why there is none."""
+    """Returns (cells of the table, JSON fields) of one plan's forecast.
+
+    words   the command's options by name
+
+    If the plan cannot be forecast, the last cell and the only field, "error", tell why.
+    """
     from shardwise.costs.units import bytes_text, seconds_text
     from shardwise.errors import ShardwiseError
     from shardwise.planner.door import check_plan, layout_of, possible
@@ -93,7 +98,7 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
 
 
 def _can_be_measured(task: str, words: dict[str, Any]) -> None:
-    """Raise `InputError` where the plans cannot be run here, or not on the batch that was asked for."""
+    """Raises `InputError` if the task cannot be run here, or not on the batch of --global-batch."""
     from shardwise.planner.door import is_shape
     from shardwise.task_names import resolve_task
 
@@ -108,7 +113,12 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
 def _measured_row(
     task: Any, plan: Plan, forecast: dict[str, Any], words: dict[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
+    """Runs one plan on this machine's ranks; returns (five cells of the table, JSON fields).
+
+    forecast   JSON fields of the plan's forecast; `words`: the command's options by name
+
+    If the plan is refused, the first cell and the only field, "refused", tell why.
+    """
     from shardwise.costs.units import batch, seconds_text
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here

@@ -1,7 +1,7 @@
-"""Completion in bash, zsh, fish: commands, options, plans' keys, names, tasks. Of a new option's values: `_values`.
+"""Shell completion in bash, zsh and fish: commands, options, and values of options (`_values`).
 
-A shell hands over the words up to the cursor; `candidates` answers for the last one. Nothing heavy is imported: tasks
-are read from the text of a file, names of models and devices from the catalogue's own tables.
+A shell passes the words up to the cursor, and `candidates` completes the last one. Nothing slow is imported: tasks are
+read from the text of a file, names of models and devices from the catalogue's tables.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ INSTALL = {
     "zsh": 'eval "$(shardwise completion zsh)"    # in ~/.zshrc, after compinit',
     "fish": "shardwise completion fish | source     # in ~/.config/fish/config.fish",
 }
-ASKED = "_SHARDWISE_WORDS"  # the shell that asks
+ASKED = "_SHARDWISE_WORDS"  # environment variable with the name of the shell that asks for completions
 
 
 @click.command()
@@ -60,12 +60,12 @@ def completion(shell: str) -> None:
 
 
 def answer_shell(main: click.Group) -> None:
-    """Print the candidates for the line that a shell handed over, one a line."""
+    """Prints the completions of the command line in COMP_LINE, one a line."""
     text = os.environ.get("COMP_LINE", "")
     text = text[: int(os.environ.get("COMP_POINT") or len(text))]
     words = _words(text)
     matches = candidates(main, words[1:])
-    if os.environ[ASKED] == "bash":  # it replaces what follows the last break alone
+    if os.environ[ASKED] == "bash":  # bash replaces only what follows the last "=" or ":"
         breaks = [re.escape(sign) for sign in "=:" if sign in os.environ.get("COMP_BREAKS", "")]
         place = max((match.end() for match in re.finditer("|".join(breaks), words[-1])), default=0) if breaks else 0
         matches = [match[place:] for match in matches]
@@ -74,17 +74,17 @@ def answer_shell(main: click.Group) -> None:
 
 
 def _words(text: str) -> list[str]:
-    """Returns the words of an unfinished line; the last is "" after a space, and quotes need not be closed."""
+    """Returns the words of an unfinished command line; the last is "" after a space. Quotes need not be closed."""
     words: list[str] = []
     word, quote = "", ""
     for letter in text:
         if quote:
-            # within quotes only the same quote ends it: spaces and the other quote are letters
+            # only the same quote ends a quoted text
             quote, word = ("", word) if letter == quote else (quote, word + letter)
         elif letter in "\"'":
             quote = letter
         elif letter.isspace():
-            # several spaces end one word
+            # repeated spaces make no empty words
             words, word = [*words, word] if word else words, ""
         else:
             word += letter
@@ -92,11 +92,11 @@ def _words(text: str) -> list[str]:
 
 
 def candidates(main: click.Group, words: list[str]) -> list[str]:
-    """Returns completions of the last word; the words before it say which command and option it belongs to."""
+    """Returns completions of the last of `words`; the words before it give the command and option it belongs to."""
     command: click.Command = main
     *before, word = words or [""]
     option: click.Parameter | None = None
-    taken = 0  # arguments
+    taken = 0  # number of positional arguments before the last word
     for done in before:
         if option is not None:
             option = None
@@ -114,17 +114,17 @@ def candidates(main: click.Group, words: list[str]) -> list[str]:
         return _values(option, word)
     if word.startswith("-"):
         names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)] + ["--help"]
-        # of the two spellings of an option (-p, --plan) the long one explains itself
+        # only long spellings of options
         return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
     if isinstance(command, click.Group):
         return sorted(name for name in command.commands if name.startswith(word))
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
-    # the last argument may be a list, such as of tasks or files: what follows completes as it does
+    # the last argument may take several words
     return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
 
 
 def _values(parameter: click.Parameter, word: str) -> list[str]:
-    """Returns values that an option or argument takes and that begin with `word`."""
+    """Returns the values of an option or argument that begin with `word`."""
     if isinstance(parameter.type, click.Choice):
         return [str(choice) for choice in parameter.type.choices if str(choice).startswith(word)]
     name = parameter.name or ""
@@ -141,7 +141,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
         return sorted(choice for choice in SOFTWARE if choice.startswith(word))
     if name == "precision":
         return _plan_values("precision", word)
-    if name == "task" and metavar == "TASK":  # commands that forecast take models of the catalogue too
+    if name == "task" and metavar == "TASK":  # commands of forecasts also take models of the catalogue
         return [*_models(word), *_tasks(word, ())]
     if name in ("task", "target"):
         return _tasks(word, (".toml",) if name == "target" else ())
@@ -149,23 +149,22 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
 
 
 def plan_words(text: str) -> list[str]:
-    """Returns the keys that may follow in a plan's text, each with its `=`, or the values of the key being written."""
+    """Returns completions of a plan's text: unused keys with "=", or values of the last key if it has a "="."""
     from shardwise.layout.plan import Plan
 
     head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
     key, equals, value = part.partition("=")
-    # after "=" only values can follow; before it, keys that are not used yet
     if equals:
         return [f"{head}{key}={choice}" for choice in _plan_values(key, value)]
     used = {pair.partition("=")[0] for pair in head.split(",")}
     fields = [name for name in Plan.__dataclass_fields__ if name.startswith(key) and name not in used]
-    # a plan may be a file, but not behind a key
+    # instead of keys, a plan may be a file
     files = [path for path in _files(text, (".toml",)) if not path.endswith("/")] if not head else []
     return [f"{head}{name}=" for name in fields] + files
 
 
 def _plan_values(key: str, value: str) -> list[str]:
-    """Returns the values of a plan's key that begin with `value`; [] of a key without usual values."""
+    """Returns usual values of a plan's key that begin with `value`; [] if the key has none."""
     from shardwise.layout.plan import CHOICES, DEGREES, FLAGS
 
     choices: tuple[str, ...] = ()
@@ -187,7 +186,7 @@ def _override(word: str) -> list[str]:
 
 
 def _cluster(word: str) -> list[str]:
-    """Returns files, and devices of the catalogue behind a count: "16x8 h100-sxm-80gb"."""
+    """Returns .toml files that begin with `word`, or after "16x8 " devices of the catalogue."""
     from shardwise.cluster.catalogue import device_names
 
     nodes, space, device = word.partition(" ")
@@ -203,12 +202,15 @@ def _models(word: str) -> list[str]:
 
 
 def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Returns built-in tasks, files, and the tasks of a file that is written out: `mine.py:` or `mine:`."""
+    """Returns built-in tasks and files that begin with `word`, or after "mine.py:" or "mine:" the tasks of that file.
+
+    suffixes   endings of files beside .py
+    """
     from shardwise.task_files import BUILTIN, tasks_in
 
     file, colon, task = word.rpartition(":")
     if colon:
-        # a task is named by its file or by its module, and both are read as text, not imported
+        # the file is given by its path or as a module; it is read as text, not imported
         path = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
         return [f"{file}:{name}" for name in tasks_in(path) if name.startswith(task)]
     files = [f"{path}:" if path.endswith(".py") else path for path in _files(word, (".py", *suffixes))]

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: whether this host can run ranks, as text to paste into a report. Secrets are left out."""
+"""The command `doctor`: checks whether this host can run ranks, as text for a report that contains no secrets."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from shardwise.cli.options import common, given_plan
 from shardwise.errors import InputError
 from shardwise.progress import Say, silent, timing
 
-# what tells ranks where they are and how to talk; other variables are nobody's business
+# environment variables that ranks read; others are not shown
 _TOLD = re.compile(
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|OMP_\w+|MKL_\w+|CUDA_\w+|NCCL_\w+|GLOO_\w+|TORCH_\w+|"
     r"TORCHELASTIC_\w+|PYTORCH_\w+|SLURM_(JOB_ID|NNODES)|PMI_\w+|SHARDWISE_\w+|MALLOC_\w+)$"
 )
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|auth|cookie)")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-LEAST_FILES = 1024
-LEAST_SHARED = 64 * 2**20
-LEAST_DISK = 2**30
-SMOKE_S = 120.0
+LEAST_FILES = 1024  # open files
+LEAST_SHARED = 64 * 2**20  # bytes free in /dev/shm
+LEAST_DISK = 2**30  # bytes free on the disk
+SMOKE_S = 120.0  # seconds for two ranks to talk
 
 
 @click.command()
@@ -53,12 +53,12 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
-    # a plan's axes are measured over a launcher's ranks: the two that `doctor` starts by itself have none
+    # the two ranks that `doctor` starts itself have no axes to measure
     if plan is not None and _alone():
         raise click.UsageError("--plan is measured over a launcher's ranks, and there are none: srun shardwise doctor")
     with timing(not answer.as_json) as say:
         checks = list(look(Path(folder), say, plan))
-    # the text is for a report: every check is listed, and problems are repeated at its end
+    # every check is listed, and problems are repeated at the end
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
     lines = [f"{'!!' if check.problem else 'ok'}  {check.what:16} {check.found}" for check in checks]
@@ -68,7 +68,7 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
 
 
 def _alone() -> bool:
-    """Whether no launcher started this process; False where its variables contradict each other: a check tells."""
+    """Whether no launcher started this process; False if its variables contradict each other, which a check reports."""
     from shardwise.ranks import here
 
     try:
@@ -78,9 +78,11 @@ def _alone() -> bool:
 
 
 def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[Check]:
-    """Yields every check in turn; an error of one becomes its finding. `say` reports which one runs.
+    """Yields the results of all checks; a check that raises gives a result with the error.
 
-    plan   of a launcher's ranks: its axes are measured
+    folder   where runs are to go
+    say      called with a text on each check before it runs
+    plan     text of a plan whose axes are measured over a launcher's ranks; None: none
     """
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("versions", _versions),
@@ -103,14 +105,14 @@ def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[C
 
 
 def redacted(text: str) -> str:
-    """Returns the text without user names and passwords in addresses, and with the home folder as ~."""
+    """Returns the text without user names and passwords in URLs, and with ~ for the home folder."""
     home = os.path.expanduser("~")
     text = _IN_URL.sub("***@", text)
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def _versions() -> Iterator[Check]:
-    """Yields the versions of what a run uses, and the platform."""
+    """Yields versions of Python and packages, and the platform."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
         try:
@@ -122,11 +124,11 @@ def _versions() -> Iterator[Check]:
 
 
 def _environment() -> Iterator[Check]:
-    """Yields the variables that ranks read, secrets hidden, and the launcher that they tell of."""
+    """Yields the environment variables that ranks read, with secrets hidden, and the launcher that set them."""
     from shardwise.ranks import here
     from shardwise.ranks.launchers import LAUNCHERS
 
-    # what launchers set is shown whatever its name; other variables by the pattern of what ranks read
+    # variables of launchers, and those that match `_TOLD`
     read = {name for launcher in LAUNCHERS for name in launcher.numbers}
     told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) or name in read}
     shown = [f"{name}={'***' if _SECRET.search(name) else value}" for name, value in told.items()]
@@ -137,13 +139,13 @@ def _environment() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
-    """Yields each accelerator with its free memory, and whether they reach each other; the CPU without one."""
+    """Yields each accelerator with its free memory, and whether they have direct links; the CPU if there is none."""
     import torch
 
     from shardwise.device import accelerator, device_count, device_name
 
     kind = accelerator()
-    # a host without accelerators is no problem: ranks run on the CPU there
+    # a host without accelerators is no problem, since ranks run on the CPU
     if kind is None:
         built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no device"
         yield Check("devices", f"CPU ({built})")
@@ -152,20 +154,19 @@ def _devices() -> Iterator[Check]:
     room, reaches = (getattr(module, name, None) for name in ("mem_get_info", "can_device_access_peer"))
     for index in range(count):
         told, problem = device_name(torch.device(kind.type, index)) or kind.type, ""
-        # not every accelerator's module can tell its free memory, or whether devices reach each other
+        # not every device module of torch has these functions
         if room is not None:
             free, total = room(index)
             told += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
             problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
         yield Check(f"{kind.type}:{index}", told, problem)
-    # of one device there is nothing to reach
     if count > 1 and reaches is not None:
         pairs = [reaches(0, other) for other in range(1, count)]
         yield Check("links", "devices reach each other directly" if all(pairs) else "through the host's memory")
 
 
 def _host() -> Iterator[Check]:
-    """Yields CPUs, load and free memory."""
+    """Yields the host's CPUs, load and free memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -175,7 +176,7 @@ def _host() -> Iterator[Check]:
 
 
 def _limits() -> Iterator[Check]:
-    """Yields what a process may open, start and lock."""
+    """Yields the limits of open files, processes and locked memory."""
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_NPROC)[0]
     problem = "each pair of ranks needs connections, and each reader a few files: ulimit -n 65536"
     low = files != resource.RLIM_INFINITY and files < LEAST_FILES
@@ -189,7 +190,7 @@ def _number(value: int) -> str:
 
 
 def _shared_memory() -> Iterator[Check]:
-    """Yields the free room in /dev/shm."""
+    """Yields the free bytes of /dev/shm."""
     if not os.path.isdir("/dev/shm"):
         yield Check("shared memory", f"no /dev/shm: {tempfile.gettempdir()} is used")
         return
@@ -199,12 +200,12 @@ def _shared_memory() -> Iterator[Check]:
 
 
 def _disk(folder: Path) -> Iterator[Check]:
-    """Yields the free space where runs are to go, and the time of a synced megabyte there."""
+    """Yields the free space in `folder` or above it, and the time to write and sync a megabyte there."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    # the folder need not exist yet, but a file above it will stop the run
+    # the folder need not exist yet, but a file in its path makes the run fail
     if not above.is_dir():
         yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
-    # measured all the same, above that file
+    # the nearest existing folder
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(near).free
     problem = (
@@ -224,7 +225,7 @@ def _disk(folder: Path) -> Iterator[Check]:
 
 
 def _clock() -> Iterator[Check]:
-    """Yields the clock's source and time; looks whether it is set meanwhile."""
+    """Yields the clock's source and time, and a problem if the clock is set during 0.2 seconds."""
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     name = source.read_text().strip() if source.exists() else "unknown"
     began, wall = time.monotonic(), time.time()
@@ -237,7 +238,7 @@ def _clock() -> Iterator[Check]:
 
 
 def _names() -> Iterator[Check]:
-    """Yields whether this host's name resolves to an address, and how long that takes."""
+    """Yields the address to which this host's name resolves, and how long that takes."""
     name = socket.gethostname()
     began = time.perf_counter()
     try:
@@ -251,18 +252,18 @@ def _names() -> Iterator[Check]:
 
 
 def _talking(plan: str | None) -> Iterator[Check]:
-    """Yields whether ranks talk: two of this host, or those that a launcher started."""
+    """Yields checks of collectives: of two ranks on this host, or of those that a launcher started."""
     from shardwise.ranks import here
 
     try:
         place = here()
-    except InputError:  # told by the look at the environment
+    except InputError:  # reported by the check of the environment
         place = None
     yield from _two_ranks() if place is None else launcher_checks(plan)
 
 
 def _two_ranks() -> Iterator[Check]:
-    """Yields whether two ranks start and add up numbers, and the time and rate of their all-reduce."""
+    """Yields whether two new ranks compute a right sum, and latency and rate of their all-reduce."""
     from shardwise.device import accelerator
     from shardwise.ranks import RankPool
 
@@ -281,9 +282,10 @@ def _two_ranks() -> Iterator[Check]:
 
 
 def talk() -> dict[str, Any]:
-    """Runs on a rank, on a device of its own where there are two: returns sum, latency_s, bytes_per_s and backend.
+    """Runs all-reduces on a rank; returns {"sum", "latency_s", "bytes_per_s", "backend"}. Collective.
 
-    `sum` is that of both ranks' numbers, `latency_s` of a small all-reduce, `bytes_per_s` of a large one.
+    sum           over ranks of rank + 1, so 3.0 for two ranks
+    latency_s     seconds of an all-reduce of one element; bytes_per_s: rate of one of 4 MiB
     """
     import torch
     import torch.distributed as dist

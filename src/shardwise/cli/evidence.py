@@ -39,16 +39,16 @@ def evidence(
         kind = accelerator()
         chosen = device or ("cpu" if kind is None else kind.type)
         check_device(chosen, "--device")
-        # two at least: on one rank nothing is cut, so nothing would be shown
+        # two at least, since one rank shards nothing
         count = ranks or max(2, device_count())
         if backend is not None:
             check_own_backend(backend, "--backend")
-        # the name alone of "cuda:nccl", as the page shows it
+        # `group_backend` gives a text such as "cpu:gloo,cuda:nccl": the page shows the last name
         own = backend or ("gloo" if chosen == "cpu" else group_backend(count).rpartition(":")[2])
         rows = collect(device=chosen, backend=backend, ranks=count, limit_s=60.0 * minutes, say=say)
     facts = about(own, count)
     paths = write(Path(output), facts, rows)
     answer.fields.update(about=facts, rows=rows, page=str(paths[0]), json=str(paths[1]))
     answer.text = f"{page(facts, rows)}\nwritten: {paths[0]}, {paths[1]}"
-    # None: it was not tried, which is told on the page and is no failure
+    # a claim that was not tried (None) is no failure
     answer.code = 0 if all(row["held"] is not False for row in rows) else 1

@@ -1,4 +1,4 @@
-"""Options of commands that forecast: cluster, batch, failures (`failures`); TASK as a subject; writing files."""
+"""Options that commands of forecasts share, and their TASK argument as the planner's `Subject`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TASK_HELP = """
 
 
 def where(function: Callable) -> Callable:
-    """Decorator of a command: adds the options --cluster (required), --global-batch, --seq and others of a forecast."""
+    """Adds the options of a forecast to a command (a decorator): --cluster (required), --global-batch, --seq, ..."""
     return maybe_where(function, required=True)
 
 
 def maybe_where(function: Callable, *, required: bool = False) -> Callable:
-    """Decorator as `where`; --cluster is optional unless `required`."""
+    """Adds the options of `where` to a command (a decorator); --cluster is optional unless `required`."""
     options = (
         click.option(
             "--cluster", required=required,
@@ -55,13 +55,13 @@ def maybe_where(function: Callable, *, required: bool = False) -> Callable:
 
 
 def adapted(task: str, words: dict[str, Any]) -> Any:
-    """Returns the task that a command was given, with the adapters that its options ask for."""
+    """Returns the task `task`, with adapters if the options --lora or --set ask for them; `words`: options by name."""
     rank = () if words["lora"] is None else (f"lora.rank={words['lora']}",)
     return with_adapters(task, (*words["overrides"], *rank), "a forecast")
 
 
 def failures(command: Any) -> Any:
-    """Decorator of a command: adds the options on failures, their rate and what a restart and a checkpoint cost."""
+    """Adds the options on failures to a command (a decorator): --mtbf-hours, --restart-s, --checkpoint-s, ..."""
     options = (
         click.option("--mtbf-hours", type=Number(min=1), help="Mean hours between failures of one device."),
         click.option("--restart-s", type=Number(min=0), default=300.0, show_default=True, help="Seconds to restart."),
@@ -81,7 +81,15 @@ def subject_and_batch(
     task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None,
     say: Callable[[str], None] | None = None,
 ) -> tuple[Subject, str]:  # fmt: skip
-    """Returns (the planner's `Subject` of TASK, its batch in words); raises as `planner.door.subject_of`."""
+    """Returns (the planner's `Subject` of TASK, a text on its batch such as "512 samples of 8192 tokens").
+
+    words       the command's options by name, those of `where`
+    precision   of the plans, such as "bf16"
+    plan        the plan to forecast; None: many plans are
+    say         called with a text on what is done next; None: silent
+
+    Raises as `planner.door.subject_of`.
+    """
     from shardwise.planner.door import is_shape, subject_of
 
     subject = subject_of(

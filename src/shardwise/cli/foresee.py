@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 def _goodput(
     words: dict[str, Any], forecast: Any, subject: Any, plan: Any, cluster: Cluster
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns (JSON: the share of time that is progress when devices fail, intervals of checkpoints; lines of text)."""
+    """Returns (goodput of a plan under failures as JSON, lines of text).
+
+    words      the command's options by name: mtbf_hours, restart_s, checkpoint_s, saves_of
+    forecast   of a step of `plan`; `subject`: the task as the planner sees it
+
+    Raises `InputError` if both --checkpoint-s and --saves-of are given.
+    """
     from shardwise.planner.door import layout_of
     from shardwise.simulator import goodput
 
@@ -119,7 +125,7 @@ def plan(answer: Answer, task: str | None, **words: Any) -> None:
         )  # fmt: skip
         job = jobs(subject, cluster, result, constraints, precision, asked)
     best, cluster = result.best, result.cluster or cluster
-    named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
+    named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a config.json cannot be trained
     written = str(best.plan)
     if words["output"]:
         write(words["output"], best.plan.to_toml())
@@ -155,13 +161,13 @@ def plan(answer: Answer, task: str | None, **words: Any) -> None:
 
 
 def _translated(answer: Answer, task: str | None, words: dict[str, Any]) -> None:
-    """Answer with the plan and settings of another library's file, and a sentence for each of its keys."""
+    """Fills in the answer with the plan and settings of another library's file, and a sentence for each of its keys."""
     from pathlib import Path
 
     from shardwise.config.other_configs import read
     from shardwise.layout import check
 
-    # a search needs a task and a cluster, which a translation has no use for
+    # a task and a cluster are for a search
     if task is not None or words["cluster"] is not None:
         raise click.UsageError("--from translates a file; a search is the same command without it")
     made = read(Path(words["foreign"]), words["ranks"])
@@ -221,7 +227,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
         cluster = Cluster.parse(words["cluster"])
         parsed = plan_for(task, plan_text, cluster.device)
-        # told before the forecast: a plan that fails below is in the JSON all the same
+        # before the forecast, so that the JSON has the plan even if it fails below
         answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
         check_plan(parsed, cluster)
         subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)
@@ -239,13 +245,13 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *_communicators(answer, parsed),
         *rank_map(layout, cluster),
     ]
-    # a plan that does not fit has a forecast all the same, so that the user sees how much is missing
+    # a plan that does not fit has a forecast too, which shows how much memory is missing
     if not answer.fields["fits"]:
         answer.code = 3
         lines.append(
             f"DOES NOT FIT: {forecast.shortage(capacity)}; `shardwise plan` with the same words looks for plans that do"
         )
-    # forecasts know techniques that this version only plans with
+    # some techniques can be forecast but not run
     if lacks:
         lines.append(f"this version does not run the plan: {lacks}")
     if words["measure_rank"] is not None:
@@ -258,7 +264,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["goodput"], goodput_lines = _goodput(words, forecast, subject, parsed, cluster)
         lines += goodput_lines
     if words["price"] is not None:
-        # tokens of a text model, samples of any other: the forecast knows which
+        # `what` is "tokens" for a text model, else "samples"
         cost, what = forecast.cost_per_million(words["price"])
         answer.fields[f"cost_per_million_{what}"] = cost
         lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
@@ -271,7 +277,10 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 
 def _how_to_train(path: str, head: str) -> str:
-    """Returns a hint at how to write the task that the command names, for a model built from a configuration."""
+    """Returns a hint on how to write a task for a model that was built from a config.json.
+
+    path   of the configuration; `head`: "base" for a model without head, else the head's name
+    """
     from shardwise.cluster.catalogue import configuration
 
     read, keys = f"AutoConfig.from_pretrained({path!r})", configuration(path)
@@ -290,7 +299,7 @@ def _how_to_train(path: str, head: str) -> str:
 
 
 def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
-    """Returns (key of a plan, value) of each `--fix`."""
+    """Returns (key of a plan, parsed value) for each "KEY=VALUE" of --fix."""
     from shardwise.layout import Plan
 
     if not words:
@@ -301,7 +310,7 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
 
 
 def _idle(ranks: int, devices: int) -> list[str]:
-    """Returns [a line on devices that the plan leaves unused]; [] where it uses all."""
+    """Returns [a line on devices that a plan of `ranks` leaves unused]; [] if it uses all."""
     return (
         [f"the plan has {ranks:,} ranks: {devices - ranks:,} of {devices:,} devices stand idle"]
         if ranks < devices
@@ -310,7 +319,7 @@ def _idle(ranks: int, devices: int) -> list[str]:
 
 
 def _communicators(answer: Answer, plan: Plan) -> list[str]:
-    """Returns [a line on a rank's communicators and their bytes]; [] for one rank."""
+    """Returns [a line on a rank's communicators and their bytes], and puts them into the answer; [] if it has none."""
     from shardwise.layout.communicators import COMMUNICATOR_BYTES, communicators
 
     made = communicators(plan)
@@ -323,7 +332,10 @@ def _communicators(answer: Answer, plan: Plan) -> list[str]:
 def _measured(
     answer: Answer, task: str, plan: Plan, samples: int, words: dict[str, Any], forecast: Forecast
 ) -> list[str]:
-    """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
+    """Runs rank --measure-rank of the plan alone on this machine; returns lines on its time and memory.
+
+    samples    of a global batch; `forecast`: its communication times are added to the measured time
+    """
     from shardwise.costs.units import bytes_text, seconds_text
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape

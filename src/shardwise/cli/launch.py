@@ -1,4 +1,4 @@
-"""The command `launch`: a target and a plan as a job of an engine (launch/); shown, written, submitted when told."""
+"""The command `launch`: makes, writes and submits the job files of a target and a plan (launch/)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardwise.config import Effective
     from shardwise.layout import Plan
 
-FOLDER = "launch"  # where the files go
-MOUNTED = "/runs"  # where a volume is mounted, whose folder nobody named
+FOLDER = "launch"  # default folder of the files
+MOUNTED = "/runs"  # default folder of runs if there is a --volume
 
 
 @click.command()
@@ -78,7 +78,7 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
     chosen = engines.engine(words["on"])
     _refuse_more_lines(words)
-    # "--follow --yes" submits first and follows below; each of the other questions needs no plan at all
+    # "--follow --yes" submits first and follows below; the other questions need no plan
     if words["ask"] and not (words["ask"] == "follow" and words["yes"]):
         answer.code = engines.ask(chosen, words["ask"], job_name(words["name"], target))
         return
@@ -86,10 +86,9 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     job, cluster = _job(target, arguments, effective, plan, words, chosen)
     files = engines.files_of(chosen, job)
     answer.fields.update(plan=str(plan), world_size=plan.world_size, files=files, nodes=job.nodes)
-    # asked for both: neither is safe to guess
     if words["yes"] and words["dry_run"]:
         raise click.UsageError("--yes submits and --dry-run does not: give one of them")
-    # the job takes these variables from where it is submitted, which may be another shell
+    # the job takes these variables from the shell that submits it, which may be another one
     unset = [
         f"{name} is not set here: set it where the job is submitted" for name in job.passed if name not in os.environ
     ]
@@ -100,28 +99,27 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         *_forecast(answer, effective, cluster, words),
         *chosen.remarks(job),
     ]
-    # JSON is for programs: without --yes they get the files and nothing is written
+    # a program that asks for JSON without --yes gets the files' content, and nothing is written
     if words["dry_run"] or (answer.as_json and not words["yes"]):
         answer.text = "\n".join([*lines, *(f"\n--- {name}\n{text}".rstrip() for name, text in files.items())])
         return
-    # all files are checked before the first is written
+    # check all files before the first is written
     for name in files:
         keep_others(Path(words["output"]) / name)
     paths = engines.write(files, Path(words["output"]))
     lines.append(f"written: {', '.join(map(str, paths))}")
     click.echo("\n".join(lines), err=answer.as_json)
     command = shlex.join(chosen.submit(job, str(paths[0])))
-    # without a yes the question is asked on the terminal
     if not words["yes"] and not _agreed(command):
         answer.text = f"not submitted; later by: {command}"
         return
     answer.code, said = engines.submit(chosen, job, paths[0])
     answer.fields.update(submitted=command, said=said)
-    # the second half of "--follow --yes"
+    # "--follow --yes": follow the submitted job
     if words["ask"] and not answer.code:
         answer.code = engines.ask(chosen, words["ask"], job.name)
         return
-    # the command with which the user asks about this job later: the same name must lead to it
+    # the command by which the user asks about this job later, so it must have the same name
     again = shlex.join(
         ["shardwise", "launch", target, "--on", chosen.name, *(["--name", words["name"]] * bool(words["name"]))]
     )
@@ -132,7 +130,7 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
 
 def _refuse_more_lines(words: dict[str, Any]) -> None:
-    """Raises `InputError` for a line break in what becomes one line of a file; a setup is shell, and may have some."""
+    """Raises `InputError` for an option with a line break, except --setup (shell) and --env; `words`: all options."""
     for name, value in words.items():
         for text in value if isinstance(value, tuple) else [value]:
             if isinstance(text, str) and "\n" in text.strip() and name not in ("setup", "variables"):
@@ -146,14 +144,16 @@ def _agreed(command: str) -> bool:
 
 
 def _settled(target: str, plan: str | None) -> tuple[Effective | None, Plan]:
-    """Returns (the configuration of what is trained, or None for a script; the plan, checked).
+    """Returns (the target's configuration, or None for a script; the checked plan).
 
-    Raises `UsageError` for a script without a plan, `InputError` for one that is not there, `RefusedPlan` for a plan
-    that does not run.
+    plan   text of --plan; None: the configuration's
+
+    Raises `UsageError` for a script without a plan, `InputError` for a missing file, `RefusedPlan` for a plan that does
+    not run.
     """
     from shardwise.layout import Plan, check
 
-    # a script's ranks are its own affair: only --plan says how many there are
+    # for a script only --plan says how many ranks there are
     if is_script(target):
         if not Path(target).is_file():
             raise InputError(f"launch: no file {target}")
@@ -177,10 +177,12 @@ def _settled(target: str, plan: str | None) -> tuple[Effective | None, Plan]:
 def _job(
     target: str, arguments: tuple[str, ...], effective: Effective | None, plan: Plan, words: dict[str, Any], chosen: Any
 ) -> tuple[Any, Any]:
-    """Returns (the `LaunchJob`, the cluster; None where the command line names none).
+    """Returns (the `LaunchJob`, the cluster of --cluster or None).
 
-    words   options of the command line by name: cluster, hosts, nodes, per_node, name, folder, volume, minutes, ...
-    chosen  the engine that the job is written for
+    target, arguments   what is run, and a script's arguments
+    effective           the target's configuration; None for a script
+    words               the command's options by name
+    chosen              the engine that the job is for
     """
     from shardwise.cluster import Cluster
     from shardwise.costs.units import duration
@@ -210,7 +212,10 @@ def _job(
 def _command(
     target: str, arguments: tuple[str, ...], effective: Effective | None, plan: Plan, out: str
 ) -> tuple[str, ...]:
-    """Returns the command line that each rank runs; a run gets the folder `out` of its own, in which it resumes."""
+    """Returns the words of the command that each rank runs.
+
+    out   train.out of a run, a folder of this job alone, so that `--resume auto` finds its own runs
+    """
     if effective is None:
         return ("python", target, *arguments)
     return (
@@ -219,8 +224,11 @@ def _command(
 
 
 def _setup(asked: str | None, engine: str) -> str:
-    """Returns a shell line to run before the ranks: `asked`, else this virtual environment's activation where hosts
-    share its folder, else ""."""
+    """Returns shell lines to run before the ranks.
+
+    These are `asked` (--setup) if given, else the activation of this virtual environment for engines whose hosts share
+    its folder, else "".
+    """
     if asked is not None:
         return asked
     script = Path(sys.prefix) / "bin" / "activate"
@@ -229,7 +237,7 @@ def _setup(asked: str | None, engine: str) -> str:
 
 
 def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
-    """Returns the lines of the map of ranks, which go into the answer's JSON too."""
+    """Returns the lines of the map of ranks, and puts them into the answer's JSON as "map"."""
     from shardwise.launch.rank_map import map_lines
 
     lines = map_lines(job.plan, job.nodes, job.per_node, cluster)
@@ -238,8 +246,10 @@ def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
 
 
 def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: dict[str, Any]) -> list[str]:
-    """Returns lines on step, hours and price, or why there are none; `InputError` for a price without a cluster."""
-    # --price without --cluster would have no hours to multiply
+    """Returns lines on step time, hours and price, or a line on why there are none; [] without --cluster.
+
+    Raises `InputError` for --price without --cluster.
+    """
     if words["price"] and cluster is None:
         raise InputError("--price is for a forecast of hours: give --cluster")
     if cluster is None:
@@ -251,7 +261,7 @@ def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: 
             from shardwise.launch.job_forecast import cost_lines, job_cost
 
             cost = job_cost(effective, cluster, words["price"], say)
-    # a job can be started without a forecast, so an error here is told and stops nothing
+    # the job can be started without a forecast, so an error is only reported
     except ShardwiseError as error:
         return [f"no forecast of hours: {error}"]
     answer.fields["job"] = cost.as_dict()

@@ -1,4 +1,4 @@
-"""`doctor` under a launcher: each host's facts, clocks, interface, and a collective over each axis of the plan."""
+"""Checks of `doctor` under a launcher: hosts, versions, clocks, interfaces, and collectives over the plan's axes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from shardwise.errors import InputError
 
-SMALL, LARGE = 1, 2**20  # elements of four bytes
-ROUNDS = ((SMALL, 20), (LARGE, 4))
+SMALL, LARGE = 1, 2**20  # float32 elements
+ROUNDS = ((SMALL, 20), (LARGE, 4))  # (elements, how often they are all-reduced)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check of the doctor: `what` was looked at, what was `found`, and, where it is bad, the `problem` and cure."""
+    """One check of the doctor: `what` was checked, what was `found`, and the `problem` with its cure ("": none)."""
 
     what: str
     found: str
@@ -24,7 +24,10 @@ class Check:
 
 
 def launcher_checks(plan: str | None) -> Iterator[Check]:
-    """Yields what all ranks of a launcher found together; the same on every rank. Collective."""
+    """Yields checks that all ranks of a launcher run together, the same on every rank. Collective.
+
+    plan   text of a plan whose axes are measured; None: all ranks form one group
+    """
     from shardwise.comm import everybody, gather_json
     from shardwise.ranks import alike, join
     from shardwise.ranks.interfaces import CHOSEN
@@ -47,7 +50,7 @@ def launcher_checks(plan: str | None) -> Iterator[Check]:
 
 
 def _differences(rows: list[dict[str, Any]]) -> str:
-    """Returns in what the hosts of `rows` differ, as text; "" where they do not."""
+    """Returns a text on how the hosts differ, "" if they do not; `rows`: `alike.facts_here` of each rank."""
     from shardwise.ranks import alike
 
     try:
@@ -58,7 +61,12 @@ def _differences(rows: list[dict[str, Any]]) -> str:
 
 
 def _axes(plan: str | None, world: int, hosts: list[str], device: Any) -> Iterator[Check]:
-    """Yields the rate of an all-reduce over all ranks, or each axis of the plan; may raise `InputError`. Collective."""
+    """Yields a check with latency and rate of an all-reduce over each axis of the plan, or all ranks. Collective.
+
+    world   number of ranks; `hosts`: name of each rank's host
+
+    Raises `InputError` if the plan has another number of ranks.
+    """
     from shardwise.layout import Plan
     from shardwise.layout.grid import AXES, Grid
     from shardwise.ranks import alike
@@ -86,7 +94,10 @@ def _axes(plan: str | None, world: int, hosts: list[str], device: Any) -> Iterat
 
 
 def _timed(groups: list[list[int]], device: Any) -> tuple[float, float]:
-    """Returns (seconds of a small all-reduce, bytes a second of a large one), of the slowest rank. Collective."""
+    """Returns (seconds of a small all-reduce, bytes per second of a large one), of the slowest rank. Collective.
+
+    groups   lists of ranks, one of which has this rank; all groups run at the same time
+    """
     import torch
     import torch.distributed as dist
 
@@ -97,8 +108,8 @@ def _timed(groups: list[list[int]], device: Any) -> tuple[float, float]:
     seconds = []
     for elements, count in ROUNDS:
         tensor = torch.ones(elements, device=device)
-        dist.all_reduce(tensor, group=mine)  # connections are made
-        value = float(tensor[0])  # waits for it
+        dist.all_reduce(tensor, group=mine)  # warm-up, which opens connections
+        value = float(tensor[0])  # waits for the device
         began = time.perf_counter()
         for _ in range(count):
             dist.all_reduce(tensor, group=mine)

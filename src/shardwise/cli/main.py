@@ -1,6 +1,6 @@
-"""The commands train and config, and the list of all commands: arguments and answers. No torch until needed.
+"""The commands `train` and `config`, the list of all commands, and the console script.
 
-Importing this module does not import torch, so that help and mistakes are quick.
+Importing this module does not import torch, so that help and error messages are quick.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardwise.errors import InputError
 from shardwise.progress import unbroken_stderr
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
-AGAIN_S, IMPORT_S = 0.3, 10.0  # between looks whether SIGTERM is obeyed; how long it waits for imports
+AGAIN_S, IMPORT_S = 0.3, 10.0  # seconds: until `Ended` is raised again if swallowed; for which imports may delay it
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 def version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
-    """Show versions and the device that a run would take, and end."""
+    """Prints versions and the device that a run would take, and exits; callback of --version."""
     if not asked or context.resilient_parsing:
         return
     click.echo(f"shardwise {shardwise.__version__}")
@@ -188,7 +188,7 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
 
 
 def _of_run(resume: str) -> str | None:
-    """Returns the config.toml of a run's folder, or of the run that a checkpoint lies in; None without one."""
+    """Returns the path of the config.toml of a run's folder, or of the run that has this checkpoint; None if none."""
     from pathlib import Path
 
     above = (Path(resume), *list(Path(resume).parents)[:2])
@@ -196,7 +196,11 @@ def _of_run(resume: str) -> str | None:
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], options: dict[str, tuple[str, Any]]) -> Any:
-    """Returns the `Effective` configuration of a command line. `options`: option -> (key, value; None: not given)."""
+    """Returns the `Effective` configuration of a command line.
+
+    target     a .toml file, or the name of a task; `overrides`: "KEY=VALUE" of each --set
+    options    option, such as "--steps" -> (its key, its value or None if it is not given)
+    """
     from shardwise.config import Given, load
 
     values = []
@@ -220,18 +224,18 @@ for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe, ev
 
 
 def end(number: int, frame: Any) -> None:
-    """Signal handler of SIGTERM: raises `Ended`, and again on SIGALRM if the first one was swallowed.
+    """Handles SIGTERM: raises `Ended`, and again on SIGALRM if the first one was swallowed.
 
-    Not while modules are being imported, if that ends soon: C++ that calls Python there aborts on an exception.
+    For up to `IMPORT_S` seconds it waits for imports to end, since C++ that calls Python there aborts on an exception.
     """
     now = time.monotonic()
     first = Ended.arrived is None
     arrived = Ended.arrived = now if Ended.arrived is None else Ended.arrived
     again = signal.getsignal(signal.SIGALRM) is end
-    # code that catches everything may swallow an exception raised in it: the alarm raises another
+    # code that catches everything may swallow the exception, so the alarm raises another
     if again:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-    # the last one is still on its way up
+    # the exception raised last is still propagating
     if Ended.raised() is not None:
         return
     if again and _importing(frame) and now - arrived < IMPORT_S:
@@ -243,11 +247,11 @@ def end(number: int, frame: Any) -> None:
     try:
         raise ended
     finally:
-        del ended  # its traceback holds this frame: else it would live on where it was swallowed
+        del ended  # its traceback holds this frame; without this cycle it is freed as soon as it is swallowed
 
 
 def _importing(frame: Any) -> bool:
-    """Whether a frame, or one of its callers, belongs to Python's import."""
+    """Whether a frame or one of its callers belongs to Python's import machinery."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -256,19 +260,19 @@ def _importing(frame: Any) -> bool:
 
 
 def call(args: list[str]) -> int:
-    """Run one command line; stdout and stderr are written, the exit code is returned."""
+    """Runs one command line and prints its answer; returns the exit code. `args`: the words without the program."""
     answer = Answer(args)
     with quiet_stdout(answer.as_json):
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # of `__main__`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # `__main__` blocked them
             _stand_somewhere()
             _refuse_undecoded(args)
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
-        except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may end the program
+        except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may call sys.exit
             signal.setitimer(signal.ITIMER_REAL, 0)
-            # click takes any EOFError for ctrl-D: this is the user's code reading past an end
+            # click turns any EOFError into Abort (Ctrl-D), but this one came from the user's code
             if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
                 error = error.__cause__
             answer.fail(error)
@@ -278,9 +282,9 @@ def call(args: list[str]) -> int:
 
 
 def _written(text: str) -> bool:
-    """Write the answer to stdout; returns False, with a message, where that fails other than by a closed pipe.
+    """Writes the answer to stdout; returns False, with a message, if that fails for another reason than a closed pipe.
 
-    What Python would write there at its end goes nowhere then.
+    After a failure stdout is redirected to /dev/null, since Python flushes it at exit.
     """
     try:
         click.echo(text)
@@ -301,7 +305,7 @@ def _stand_somewhere() -> None:
 
 
 def _refuse_undecoded(args: list[str]) -> None:
-    """Raises `InputError` for letters that the locale does not have: they would fail wherever they are written."""
+    """Raises `InputError` for characters that the locale cannot decode, since writing them would fail later."""
     for word in (*args, os.getcwd()):
         if any("\udc80" <= letter <= "\udcff" for letter in word):
             shown = os.fsencode(word).decode(errors="replace")
@@ -309,23 +313,23 @@ def _refuse_undecoded(args: list[str]) -> None:
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams (`>&-`) on /dev/null, so that files opened later do not take their numbers."""
+    """Opens closed standard streams (`>&-`) on /dev/null, so that files opened later do not get descriptors 0 to 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.dup2(nowhere, number)
-            os.set_inheritable(number, True)  # ranks have it too; where it was `nowhere` itself, dup2 does nothing
+            os.set_inheritable(number, True)  # for rank processes; dup2 does not set it if `nowhere` is `number`
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _told_unless_ended(unraisable: Any) -> None:
-    """Print an exception that nothing could catch, unless it is `Ended`, which is raised again."""
+    """Reports an unraisable exception, unless it is `Ended`, which is raised again; a `sys.unraisablehook`."""
     if unraisable.exc_type is not Ended:
         sys.__unraisablehook__(unraisable)
 
 
 def run() -> None:
-    """Run the command line of this process and exit with its code: the console script."""
+    """Runs the command line of this process and exits with its code; the entry point of the console script."""
     _open_streams()
     unbroken_stderr()
     signal.signal(signal.SIGTERM, end)
@@ -338,10 +342,10 @@ def run() -> None:
         return
     code = call(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends what still has to be tidied
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process even while it cleans up
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.stdout.flush()
-    if code == INTERRUPTED:  # Python ends itself by SIGINT where the interrupt met it in an `exec`, whoever caught it
+    if code == INTERRUPTED:  # after an interrupt within `exec`, Python would end by SIGINT though it was caught
         sys.stderr.flush()
         os._exit(code)
     if "--json" in sys.argv:

@@ -54,7 +54,7 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, qu
         from shardwise.measure.machine import text
 
     if refine is not None and not speaks():
-        return  # one of a launcher's ranks corrects the file
+        return  # only rank 0 of a launcher corrects the file
     if refine is not None:
         from shardwise.training.foresight import refine as refined
 

@@ -1,4 +1,4 @@
-"""The command `verify`: prove a task (proof/parity), a configuration (verify_run), a script (scripts/proof)."""
+"""The command `verify`: proves a task (proof/parity), a configuration (proof/verify_run), a script (scripts/proof)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PLAN = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys
 
 
 class StepCount(click.ParamType):
-    """A number of steps, or "all"."""
+    """A type of click: a number of steps, at least 1, or "all"."""
 
     name = "N|all"
 
     def convert(self, value: Any, parameter: Any, context: Any) -> Any:
-        """Returns a number of at least 1, or "all"."""
+        """Returns the value as an int of at least 1, or "all"; click's usage error for anything else."""
         return value if value == "all" else WholeNumber(min=1).convert(value, parameter, context)
 
 
@@ -84,7 +84,7 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         parity = _prove(answer, target, arguments, words, pool) if code is None else None
         if pool is not None:
             pool.code = _code(parity)
-    # one of a launcher's other ranks, whose answer is rank 0's
+    # on a launcher's other ranks only the exit code is left, since rank 0 answers
     if parity is None:
         answer.code = code or 0
         return
@@ -106,15 +106,17 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
 
 def _code(parity: Any) -> int:
-    """Returns the exit code of a proof: 0 where equal, 1 where not or not proven, 3 where refused."""
+    """Returns the exit code of a proof: 0 equal, 1 not equal or not proven, 3 refused."""
     return RefusedPlan.exit_code if parity.refused else 0 if parity.parity else 1
 
 
 @contextmanager
 def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
-    """Context: (a launcher's ranks or None, None); on ranks but 0, (None, the exit code), once rank 0 has ended.
+    """Context that gives (`LauncherRanks` or None, exit code or None).
 
-    On rank 0 the others are told whether the body raised: with the exit code of the error.
+    Without a launcher it gives (None, None). On a launcher's rank 0 it gives (ranks, None); at the end the other ranks
+    get `ranks.code`, or an error's code, as exit code. On other ranks it serves rank 0's calls, and gives (None, exit
+    code) once rank 0 has ended.
     """
     from shardwise.errors import ShardwiseError
     from shardwise.ranks import LauncherRanks, here
@@ -135,23 +137,26 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 
 
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
-    """Returns the `Parity` of the target: a configuration, a script, or else a task."""
+    """Returns the `Parity` of the target: a configuration, a script, or else a task.
+
+    words   the command's options by name; `pool`: a launcher's ranks, None without
+    """
     if target.endswith(".toml") or _is_model(Path(target)):
         _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
                 "one", "cwd", "check_order")  # fmt: skip
         return _prove_run(answer, target, words, pool)
-    # the folder of a run looks like a model's: told apart before it is taken for a script
+    # the folder of a run is recognised first, for a message of its own
     if is_run(Path(target)):
         raise InputError(
             f"verify: {target} is the folder of a run: {Path(target) / 'config.toml'} is its configuration, and train "
             f"--resume {target} goes on with it"
         )
-    # before `is_script`, whose message would speak of a file that is missing
+    # a folder or a notebook would be taken for the name of a task
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
-        # under a launcher `verify` would be a rank, and the script's ranks would be started once for each
+        # under a launcher each rank would start the script's ranks again
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
         _refuse(words, (), "a script", "data", "overrides", "seed", "shrink", "thorough", "clip_norm", "device",
@@ -162,7 +167,7 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint folder of transformers."""
+    """Whether `folder` is a model folder of transformers: it has a config.json and is no run."""
     return (folder / "config.json").is_file() and not is_run(folder)
 
 
@@ -179,7 +184,10 @@ _UNSET = {"overrides": (), "device": "cpu", "shrink": False, "thorough": False, 
 
 
 def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names: str) -> None:
-    """Raise a usage error for options that do not belong to what is proven."""
+    """Raises a usage error for options, or arguments after the target, that do not apply to this kind of target.
+
+    what    the kind of target, for the message; `names`: options that must be unset
+    """
     for name in names:
         if words[name] != _UNSET.get(name):
             if name == "overrides":
@@ -190,7 +198,7 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
 
 
 def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
-    """Returns the `Parity` of a script."""
+    """Returns the `Parity` of a script; `words`: the command's options by name."""
     answer.fields.update(plan=words["plan"])
     with waiting(answer, "verify: loading PyTorch") as say:
         from shardwise.scripts.proof.verify_script import STEPS, verify_script
@@ -203,7 +211,7 @@ def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words
 
 
 def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> Any:
-    """Returns the `Parity` of a task under --plan."""
+    """Returns the `Parity` of a task under --plan; `words`: the command's options, `pool`: a launcher's ranks."""
     from shardwise.layout import Plan, check
 
     adapted = with_adapters(task, words["overrides"], "verify")
@@ -231,12 +239,12 @@ def _number(steps: int | str | None, what: str) -> int | None:
 
 
 def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) -> Any:
-    """Returns the `Parity` of a run by its configuration, or by a folder of transformers with --data."""
+    """Returns the `Parity` of a run, given by its configuration or a folder of transformers with --data."""
     from shardwise.config import Given, load
 
     if words["shrink"]:
         raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
-    # "train.seed" and so on are options of `verify` here, and keys of the configuration
+    # these options of `verify` are keys of the configuration
     settings = {"train.seed": words["seed"], "train.clip_norm": words["clip_norm"]}
     overrides = (*words["overrides"], *(f"{key}={value}" for key, value in settings.items() if value is not None))
     # a folder of transformers is the task's name; a configuration names its own
@@ -252,12 +260,15 @@ def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) ->
 
 
 def verified_first(effective: Any) -> None:
-    """Prove a run, by all ranks of a launcher; `RunError` unless it equals a plain loop, `RefusedPlan` as the proof."""
+    """Proves a run before it starts (`train --verify-first`), on all ranks of a launcher.
+
+    Raises `RunError` unless it equals a plain loop in one process, `RefusedPlan` if the proof is refused.
+    """
     from shardwise.errors import RunError
     from shardwise.proof.verify_run import verify_run
 
     with launcher_ranks() as (pool, code):
-        # ranks other than 0 have served by now and have a code; only rank 0 proves
+        # only rank 0 proves; the others have served its calls and have a code
         parity = verify_run(effective, pool=pool) if code is None else None
         if parity is not None and parity.refused:
             raise RefusedPlan(parity.refused)
@@ -265,7 +276,7 @@ def verified_first(effective: Any) -> None:
             click.echo(parity.text(), err=True)
             if not parity.parity:
                 raise RunError(f"not begun, since the run is {parity.verdict}")
-    # on the other ranks: rank 0 has printed the reason, and all must end with its code
+    # on the other ranks, which must end with rank 0's exit code
     if code == RefusedPlan.exit_code:
         raise RefusedPlan("the proof before the run was refused: rank 0 says why")
     if code:

@@ -1,4 +1,4 @@
-"""The command `run`: run a user's script on local ranks, and its options (the ranks themselves: ranks/script)."""
+"""The command `run`: runs a user's script on ranks of this machine (ranks/script runs it in each rank)."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def run(
             stack.enter_context(waiting(answer, f"run: starting {ranks} ranks"))
             launch(
                 run_script, ranks, (script, arguments, show_ranks, profile_steps), name=script,
-                on_event=lambda event: stack.close(),  # from here on the script writes
+                on_event=lambda event: stack.close(),  # from here on the script writes to the terminal
             )  # fmt: skip
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
-        if not trace:  # no rank raised: a hang, whose stacks go first so that its cause is read last
+        if not trace:  # a hang: print its stacks first, so that the cause comes last
             stacks, message = stacks_first(str(error))
             if stacks:
                 click.echo(stacks, err=True)
@@ -98,7 +98,10 @@ def run(
 
 
 def _profiled(steps: str, script: Path) -> Callable[[], None]:
-    """Returns a function to call after the script's run, which raises `RunError` where no steps were profiled."""
+    """Returns a function that, called after the run, raises `RunError` if no profile was written.
+
+    steps   value of --profile-steps, as "10:12"
+    """
     from shardwise.observe.profile_steps import FOLDER, read_steps_of_script
 
     traces, stop = Path(FOLDER, "rank0.json"), read_steps_of_script(steps).stop
@@ -115,12 +118,12 @@ def _profiled(steps: str, script: Path) -> Callable[[], None]:
 
 
 def _written(path: Path) -> float:
-    """Returns when a file was last written, in seconds since the epoch; 0 for no file."""
+    """Returns when a file was last written, in seconds since the epoch; 0 if there is no file."""
     return path.stat().st_mtime if path.is_file() else 0.0
 
 
 def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
-    """Prove the script under its own plan; raises where it is not equal to one process."""
+    """Proves the script under its own plan; raises `RunError` or `RefusedPlan` unless it equals one process."""
     with waiting(answer, "run: proving the script first") as say:
         from shardwise.scripts.proof.verify_script import verify_script
 
@@ -133,7 +136,7 @@ def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
 
 
 def _refuse_no_python(path: Path) -> None:
-    """Raise `InputError` for a script that Python cannot compile, or a notebook, before any rank is started."""
+    """Raises `InputError` for a notebook or a script that Python cannot compile, before any rank is started."""
     if path.suffix == ".ipynb":
         raise InputError(f"run: {path} is a notebook: save it as a script (jupyter nbconvert --to script {path})")
     try:
@@ -145,5 +148,5 @@ def _refuse_no_python(path: Path) -> None:
 
 
 def _devices() -> int:
-    """Returns the number of GPUs, by their device files, so that torch is not imported; 2 (CPU ranks) without any."""
+    """Returns the number of GPUs, from their device files without importing torch; 2 (CPU ranks) if there is none."""
     return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2

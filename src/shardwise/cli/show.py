@@ -8,7 +8,7 @@ from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common, given_plan, output_file, write
 from shardwise.cli.waiting import waiting
 
-MOST_CELLS = 100_000  # of a table that is printed
+MOST_CELLS = 100_000  # largest table that is printed
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 
 

@@ -1,4 +1,4 @@
-"""Say what a command is about to do, before anything that takes long is imported, and that it goes on."""
+"""Shows what a command is doing while slow imports and work run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from shardwise.cli.answer import Answer
 from shardwise.progress import Say, timing
 
-# New objects after which Python looks for garbage. What is imported is none, and at 700, Python's own figure, looking
-# for it is a sixth of the time that imports of torch and transformers take
+# Threshold of new objects for a garbage collection. Imports make no garbage, and at Python's default of 700 collections
+# take a sixth of the time that importing torch and transformers takes
 OBJECTS = 10_000
 
 
 @contextmanager
 def waiting(answer: Answer, text: str) -> Iterator[Say]:
-    """Context: yields `say`, which reports what the command does next, first `text`; slow imports go inside."""
+    """Context for slow imports and work that shows `text`, and gives `say`, which shows another text.
+
+    With --json nothing is shown.
+    """
     gc.set_threshold(OBJECTS)
     with timing(not answer.as_json, text) as say:
         yield say

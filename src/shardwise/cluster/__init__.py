@@ -1,4 +1,4 @@
-"""Where a task runs: devices, links by tier, and the packaged catalogue of published figures. No torch."""
+"""Describes where a task runs: devices, links by tier, and a packaged catalogue of published figures. No torch."""
 
 from shardwise.cluster.catalogue import device, device_names, model, model_names
 from shardwise.cluster.cluster import Cluster, Device, Node, Tier

@@ -1,4 +1,4 @@
-"""Devices, links and shapes by name, from the files of data/ (its README). Fields: `Device` of cluster."""
+"""Devices, links, hosts and models by name, from the packaged files of data/ (described in its README)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
-# Keys of other names of a model
+# `key_of` another name of a model -> its name in the catalogue
 ALSO = {
     "gpt2": "gpt-2-small", "gpt2124m": "gpt-2-small", "gpt2350m": "gpt-2-medium", "gpt2355m": "gpt-2-medium",
     "gpt2774m": "gpt-2-large", "gpt21.5b": "gpt-2-xl", "gpt21558m": "gpt-2-xl", "nemotron340b": "nemotron-4-340b",
     "nemotron15b": "nemotron-4-15b", "kimik2": "kimi-k2-1t-a32b", "grok1": "grok-1-314b", "dbrx": "dbrx-132b-a36b",
 }  # fmt: skip
-LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that a node's devices share
+LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that the devices of a node share
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -39,12 +39,15 @@ def _capacities() -> dict[str, dict[str, str]]:
 
 
 def device_names() -> list[str]:
-    """Returns names that a cluster's text may use."""
+    """Returns the names of devices that a cluster's text may use, sorted."""
     return sorted(_devices())
 
 
 def device(name: str) -> tuple[Device, Tier]:
-    """Returns (device, its own link as a tier, which joins `count`); `InputError` for one not in the catalogue."""
+    """Returns (device, its own link as a `Tier` whose `count` is the most devices that it joins).
+
+    Raises `InputError` with the nearest name if the catalogue has no such device.
+    """
     rows = _devices()
     key = name.lower()
     if key not in rows:
@@ -58,7 +61,7 @@ def device(name: str) -> tuple[Device, Tier]:
         return Figure(float(row[column]), kind, row["source"]) if row[column] else None
 
     values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops", "fp4_tflops")}
-    if (seen := _capacities().get(key)) is not None:  # what is sold as 80 GB is neither 80 * 10^9 bytes nor 80 GiB
+    if (seen := _capacities().get(key)) is not None:  # the "80 GB" of a product are not exact
         values["memory_gb"] = Figure(float(seen["seen_gib"]) * 2**30 / 1e9, "published", seen["source"])
     described = Device(
         name=key,
@@ -72,13 +75,16 @@ def device(name: str) -> tuple[Device, Tier]:
         **values,  # type: ignore[arg-type]
     )
     own = Figure(float(row["link_gbps"]), kind, row["source"])
-    joined = max(int(row["link_domain"]), 8 if row["link_domain"] == "1" else 1)  # PCIe: as many as a host has
+    joined = max(int(row["link_domain"]), 8 if row["link_domain"] == "1" else 1)  # PCIe joins the devices of a host
     latency = Figure(3.0, "assumed", "one message inside a node, where no table is packaged")
     return described, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
 
 
 def host_of(name: str, count: int) -> Node:
-    """Returns memory and disk of a host of `count` such devices: a published one's, or a share; `Node()` if unknown."""
+    """Returns memory and disk of a host with `count` devices `name`: those of a published host, or a share of them.
+
+    Returns an empty `Node` if no host with such devices is in the catalogue.
+    """
     row = _hosts().get(name)
     if row is None:
         return Node()
@@ -88,6 +94,7 @@ def host_of(name: str, count: int) -> Node:
     def figure(column: str) -> Figure | None:
         if not row[column]:
             return None
+        # part of a host gets its share, which is an assumption on how hosts are divided
         if share == 1:
             return Figure(float(row[column]), "published", row["source"])
         return Figure(share * float(row[column]), "formula", f"{count} of {devices} parts of {row['source']}")
@@ -107,11 +114,12 @@ def _links() -> dict[str, dict[str, str]]:
 
 
 def link(name: str, count: int, below: int, own: Tier) -> Tier:
-    """Returns a tier of `count` units of `below` devices each, joined by a named link.
+    """Returns a tier of `count` units of `below` devices each, joined by the link `name`.
 
-    `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `ib-400x4` are 4 ports of a unit that all its
-    devices share; `nvlink-72` is a domain of up to 72 devices at the rate of the device's own link (`own`). Raises
-    `InputError` for unknown names, and for domains of more devices.
+    `ib-400`, `roce-200`, `efa-400`, `eth-100` give Gb/s for each device. `ib-400x4` is 4 ports of 400 Gb/s that all
+    devices of a unit share. `nvlink-72` is a domain of up to 72 devices at the rate of the device's own link (`own`).
+
+    Raises `InputError` for an unknown name, or if a domain would have more devices.
     """
     rows = _links()
     match = re.fullmatch(LINK, name.lower())
@@ -124,7 +132,6 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     row, number = rows[match[1]], float(match[2])
     if number <= 0:
         raise InputError(f"cluster: link {name!r} needs a rate above 0")
-    # a domain of the device's own link has its rate, and a largest size
     if row["number"] == "devices":
         if count * below > number:
             raise InputError(
@@ -135,7 +142,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     share = float(row["line_share"])
     source = f"{number:g} Gb/s line rate x {share} for large messages: a formula, not a measurement"
     port_share = 1.0
-    # ports that a node's devices share: never more than one device's own rate
+    # shared ports: a device cannot use more than one port
     if match[3]:
         port_share = min(1.0, int(match[3]) / below)
         source = f"{match[3]} ports of {source}, shared by {below} devices"
@@ -148,9 +155,9 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
 
 
 def link_words(name: str, below: int) -> str:
-    """Returns what the number in a link's name means, "eth-100: 100 Gb/s for each device"; "" where it has none.
+    """Returns what the number in a link's name means, such as "eth-100: 100 Gb/s for each device"; "" for NVLink.
 
-    below  devices of each unit that it joins
+    below  devices of each unit that the link joins
     """
     match = re.fullmatch(LINK, name)
     if not match or match[1] not in _links() or _links()[match[1]]["number"] == "devices":
@@ -165,7 +172,7 @@ def link_words(name: str, below: int) -> str:
 
 
 def key_of(name: str) -> str:
-    """Returns a key that spellings of one model share: `Llama-3.1-405B` and `llama3-405b` have the same."""
+    """Returns a key that is equal for spellings of one model, such as `Llama-3.1-405B` and `llama3-405b`."""
     text = re.sub(r"(?<=\d)\.\d+(?=-)", "", name.lower().replace("_", "-"))
     return re.sub(r"[^a-z0-9.]", "", text)
 
@@ -176,12 +183,12 @@ def _models() -> dict[str, dict[str, str]]:
 
 
 def model_names() -> list[str]:
-    """Returns names of the packaged model shapes."""
+    """Returns the names of the packaged decoders, sorted."""
     return sorted(_models())
 
 
 def model(name: str) -> dict[str, str]:
-    """Returns {column: text}, a model's row of the catalogue; `InputError`, with the nearest, for an unknown one."""
+    """Returns a decoder's row of models.csv as {column: text}; raises `InputError` with the nearest name."""
     rows = _models()
     name = ALSO.get(key_of(name), name)
     if name.lower() in rows:
@@ -203,5 +210,5 @@ def _configurations() -> dict[str, dict[str, Any]]:
 
 
 def configuration(name: str) -> dict[str, Any] | None:
-    """Returns transformers' configuration, as a dict, of a packaged model that is no decoder; None for other names."""
+    """Returns the keys of a transformers configuration of a packaged model that is no decoder, or None."""
     return next((keys for full, keys in _configurations().items() if key_of(full) == key_of(name)), None)

@@ -1,12 +1,12 @@
-"""`Cluster`, `Device`, `Tier`: pure data. A new figure is also filled in by catalogue.py and measure/machine.
+"""`Cluster`, `Device`, `Tier`: pure data. A new figure is also set in catalogue.py and measure/machine.
 
     tier 0  inside a node          8 devices, NVLink
-    tier 1  between nodes          16 of them, InfiniBand
+    tier 1  between nodes          16 nodes, InfiniBand
     ...
 
-The text form is counts, a device and the links between tiers, innermost first: `"16x8 h100-sxm-80gb, ib-400"`,
-`"4x18x4 gb200, nvlink-72, ib-400"`. The link inside the innermost tier is the device's own. Ranks fill the
-innermost tier first. `host-1tb`, `disk-20tb` and `disk-12gb/s` behind them say what a node has (`Node`).
+The text form is counts (outermost first), a device, and the links between tiers (innermost first):
+`"16x8 h100-sxm-80gb, ib-400"`, `"4x18x4 gb200, nvlink-72, ib-400"`. The link inside the innermost tier is the device's
+own. Ranks fill the innermost tier first. `host-1tb`, `disk-20tb` and `disk-12gb/s` after them describe a `Node`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OPTIONAL = (
     "disk_gbps",
     "pace_us",
 )
-BETWEEN = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]  # what is measured between nodes
-Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
-Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
-# op ("send" too), nodes, ranks of each node, bytes, microseconds
+BETWEEN = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]  # ops that are measured between nodes
+Product = tuple[str, int, int, int, float]  # (dtype or kind, m, n, k, microseconds)
+Message = tuple[str, int, int, float]  # (op, ranks, bytes of the full tensor, microseconds)
+# (op of BETWEEN, nodes, ranks of each node, bytes of the full tensor, microseconds)
 Between = tuple[str, int, int, int, float]
-OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
-Factor = tuple[str, float]  # kind of op, factor on its time
-# technique; microseconds of a step, of an op, of an op on cut tensors, of a unit or message; share of its work that a
-# rank waits for others
+OpTime = tuple[str, float, float]  # (op, bytes, or FLOPs of attention, microseconds)
+Factor = tuple[str, float]  # (kind of op, factor on its time)
+# (technique, microseconds added to a step, to an op, to an op on sharded tensors, to a unit or message, share of its
+# work for which a rank waits for others); see costs/overhead
 Overhead = tuple[str, float, float, float, float, float]
-# of a device's lists of measured rows: what the cells are, and whether a number may be 0
+# field of `Device` with measured rows -> (types of a row's cells, whether a number may be 0)
 ROWS: dict[str, tuple[tuple[type, ...], bool]] = {
     "products": ((str, int, int, int, float), False),
     "ops": ((str, float, float), False),
@@ -54,35 +54,35 @@ ROWS: dict[str, tuple[tuple[type, ...], bool]] = {
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or one CPU rank). Rates per second: tera-FLOPs, giga-bytes; memory in 10^9 bytes."""
+    """One accelerator, or one CPU rank. Units: TFLOP/s, GB/s (10^9 bytes), GB of memory (10^9 bytes), microseconds."""
 
     name: str
     bf16_tflops: Figure
     memory_gb: Figure
     memory_bandwidth_gbps: Figure
-    fp32_tflops: Figure | None = None  # of float32 as torch multiplies it by default, without tensor cores
-    tf32_tflops: Figure | None = None  # of convolutions of float32, which torch has tensor cores round
+    fp32_tflops: Figure | None = None  # float32 without tensor cores, torch's default for products
+    tf32_tflops: Figure | None = None  # float32 rounded to tf32 on tensor cores, torch's default for convolutions
     fp8_tflops: Figure | None = None
     fp4_tflops: Figure | None = None
-    sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
-    # of large products in bf16, where tensor cores take fp16 alone, or faster: then the two others are fp16's
+    sustained_bf16_tflops: Figure | None = None  # best matrix product in long runs
+    # large products in bf16, if fp16 is faster on the device; bf16_tflops and sustained_bf16_tflops are then fp16's
     own_bf16_tflops: Figure | None = None
-    host_gbps: Figure | None = None
-    disk_gbps: Figure | None = None
-    op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
-    pace_us: Figure | None = None  # what a fixed piece of work took while it was probed (`shardwise.device`)
-    correction: Figure | None = None  # measured over forecast step time of a run here
-    products: tuple[Product, ...] = ()  # matrix products measured on this very device
+    host_gbps: Figure | None = None  # link to the host's memory, one direction
+    disk_gbps: Figure | None = None  # measured rate of the host's disk
+    op_us: Figure | None = None  # an op's cost besides its work, in eager PyTorch
+    pace_us: Figure | None = None  # time of a fixed piece of work during the probe (`shardwise.device`)
+    correction: Figure | None = None  # measured over forecast step time of a run on this device
+    products: tuple[Product, ...] = ()  # matrix products, convolutions, attention, measured on this device itself
     ops: tuple[OpTime, ...] = ()  # all other ops, measured one by one
-    overheads: tuple[Overhead, ...] = ()  # what Python and the engine add, technique by technique
-    factors: tuple[Factor, ...] = ()  # what ops take inside a step, over what they take alone, by kind
-    table: str = ""  # under which name matrix products and collectives are tabulated
-    products_of: str = ""  # whose table says how products hang on their shape, where this device has none
-    kind: str = "cuda"  # cuda or cpu
+    overheads: tuple[Overhead, ...] = ()  # time added by Python and the engine, by technique
+    factors: tuple[Factor, ...] = ()  # time of ops inside a step over their time alone, by kind
+    table: str = ""  # name of the device in gemm.csv, collectives.csv and attention.csv; "": it is in none
+    products_of: str = ""  # device of gemm.csv whose dependence on shape is used if this one has no table
+    kind: str = "cuda"  # "cuda" or "cpu"
 
     @property
     def half(self) -> str:
-        """Returns the precision of 16 bits in which the device is fastest, "bf16" where both are alike."""
+        """Returns the 16-bit precision in which the device is fastest: "fp16", or "bf16" if both are equally fast."""
         return "bf16" if self.own_bf16_tflops is None else "fp16"
 
     @property
@@ -107,12 +107,12 @@ class Tier:
 
 @dataclass(frozen=True)
 class Node:
-    """What the devices of one host share, in 10^9 bytes; None where no figure is known.
+    """What the devices of one host share; None: not known.
 
-    memory_gb  of the host
-    disk_gb    free where temporary files go
-    disk_gbps  of reads and writes there, a second; what was measured stands at the device
-    devices    of one host
+    memory_gb  10^9 bytes of the host's memory
+    disk_gb    10^9 bytes that are free in the temporary folder
+    disk_gbps  10^9 bytes a second of reads and writes there; a measured rate is in `Device.disk_gbps`
+    devices    number of devices of one host
     """
 
     memory_gb: Figure | None = None
@@ -127,9 +127,9 @@ class Cluster:
 
     device: Device
     tiers: tuple[Tier, ...]
-    name: str = ""  # as its file or the user calls it
-    collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
-    between: tuple[Between, ...] = ()  # and over several of its units, which are nodes
+    name: str = ""  # the text or file it comes from
+    collectives: tuple[Message, ...] = ()  # measured inside a node (the innermost tier)
+    between: tuple[Between, ...] = ()  # measured between nodes
     node: Node = field(default_factory=Node)  # figures of one host
 
     @property
@@ -138,7 +138,7 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns how many ranks one unit of each tier has, innermost first: (8, 128) for 16 nodes of 8."""
+        """Returns the number of ranks in one unit of each tier, innermost first: (8, 128) for 16 nodes of 8."""
         out, size = [], 1
         for tier in self.tiers:
             size *= tier.count
@@ -146,14 +146,17 @@ class Cluster:
         return tuple(out)
 
     def tier_of(self, span: int) -> int:
-        """Returns the index of the innermost tier that holds `span` consecutive ranks, the last where none does."""
+        """Returns the index of the innermost tier whose units have at least `span` ranks, or of the last tier."""
         for index, size in enumerate(self.sizes):
             if span <= size:
                 return index
         return len(self.tiers) - 1
 
     def computing(self, dtype: str) -> Cluster:
-        """Returns the cluster with its devices' rate in `dtype`: another one where bf16's is not that of fp16."""
+        """Returns the cluster with the rate of `dtype` as `bf16_tflops`; a copy if bf16 is slower than fp16.
+
+        dtype  "bf16" or any other; only "bf16" may have a rate of its own
+        """
         own = self.device.own_bf16_tflops
         if dtype != "bf16" or own is None:
             return self
@@ -161,7 +164,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str | Cluster) -> Cluster:
-        """Returns the cluster of a text, or of a path that ends in `.toml`; `InputError` where it is wrong."""
+        """Returns the cluster of a text or of a path that ends in `.toml`; raises `InputError` if it is invalid."""
         if isinstance(text, Cluster):
             return text
         if text.strip().endswith(".toml"):
@@ -172,7 +175,7 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: Path) -> Cluster:
-        """Returns the cluster in a file; `InputError`, with its place, for a missing, negative or unknown figure."""
+        """Returns the cluster of a file; raises `InputError` that names a missing, negative or unknown figure."""
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
@@ -185,7 +188,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
-        """Returns the cluster of `{device: {...}, tiers: [{...}]}`; `InputError`, naming `where`, for a wrong one."""
+        """Returns the cluster of a dict as `as_dict` makes it; raises `InputError` that begins with `where`."""
         _only(where, data, ("name", "device", "tiers", "collectives", "between", "node"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
@@ -197,11 +200,11 @@ class Cluster:
         return cls(device, tiers, str(data.get("name", "")), messages, between, node)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the TOML and JSON form, every number with its provenance."""
+        """Returns a dict for TOML and JSON, each figure with its value, kind and source."""
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
         plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
-        # only what is known: a file written by `probe` has what it measured
+        # fields that are not known are left out
         if node := _plain({f.name: getattr(self.node, f.name) for f in fields(Node)}):
             plain["node"] = node
         if self.collectives:
@@ -211,7 +214,7 @@ class Cluster:
         return plain
 
     def to_toml(self) -> str:
-        """Returns the file that `from_toml` reads."""
+        """Returns the text of a file that `from_toml` reads."""
         import tomli_w
 
         return tomli_w.dumps(self.as_dict())
@@ -223,12 +226,11 @@ class Cluster:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields as TOML and JSON hold them: figures as tables, rows as lists; empty ones left out."""
+    """Returns the fields for TOML and JSON: figures as dicts, rows as lists, empty values left out."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Figure):
             out[key] = value.as_dict()
-        # of rows that were not measured nothing is written
         elif isinstance(value, tuple):
             if value:
                 out[key] = [list(row) for row in value]
@@ -238,7 +240,10 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) -> tuple:
-    """Returns measured rows as tuples with cells of `kinds`, numbers above 0, or 0 too where `nothing`; else raises."""
+    """Returns measured rows as tuples; raises `InputError` that begins with `where` if a cell is wrong.
+
+    kinds    type of each cell; `nothing`: whether a number may be 0 (if not, it must be above 0)
+    """
     if not isinstance(raw, list):
         raise InputError(f"{where} must be a list of rows, got {raw!r}")
     out = []
@@ -259,7 +264,7 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) 
 
 
 def _between(where: str, raw: Any) -> tuple[Between, ...]:
-    """Returns the rows of a file's `between`, checked; `InputError` names the row."""
+    """Returns the checked rows of a file's `between`; raises `InputError` that names a wrong row."""
     rows = _rows(where, raw, (str, int, int, int, float))
     for index, (op, nodes, *_) in enumerate(rows):
         if op not in BETWEEN:
@@ -270,7 +275,7 @@ def _between(where: str, raw: Any) -> tuple[Between, ...]:
 
 
 def _only(where: str, data: dict[str, Any], allowed: tuple[str, ...]) -> None:
-    """Raise `InputError`, with the nearest name, for a key of a file's table that is not `allowed`."""
+    """Raises `InputError` with the nearest name if a key of `data` is not in `allowed`."""
     for key in data:
         if key not in allowed:
             raise InputError(
@@ -285,11 +290,11 @@ def _need(where: str, data: dict[str, Any], key: str) -> Any:
 
 
 def _device(where: str, data: dict[str, Any]) -> Device:
-    """Returns the device in a table of a cluster's file; `InputError`, naming `where`, for missing or unknown keys."""
+    """Returns the device of a file's table; raises `InputError` that begins with `where` for a wrong key."""
     _only(where, data, tuple(f.name for f in fields(Device)))
     values: dict[str, Any] = {}
     for f in fields(Device):
-        # names are text; all else has a unit and a source
+        # these are text; all other values have a source
         if f.name in ("name", "table", "products_of", "kind"):
             if f.name in data:
                 values[f.name] = str(data[f.name])
@@ -297,7 +302,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
             values[f.name] = _rows(f"{where}.{f.name}", data.get(f.name, []), *ROWS[f.name])
         elif f.name in data:
             values[f.name] = Figure.read(f"{where}.{f.name}", data[f.name])
-        # a figure that a device must have; the rest may be unknown
+        # only figures in OPTIONAL may be missing
         elif f.name not in OPTIONAL:
             _need(where, data, f.name)
     values["name"] = str(_need(where, data, "name"))
@@ -307,7 +312,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
 
 
 def _node(where: str, data: Any) -> Node:
-    """Returns the figures of one host in a file; `InputError` names what is wrong."""
+    """Returns the `Node` of a file's table; raises `InputError` that begins with `where`."""
     _table(where, data, Node)
     sizes = {
         name: Figure.read(f"{where}.{name}", data[name])
@@ -331,7 +336,7 @@ def _count(where: str, raw: Any) -> int:
 
 
 def _tier(where: str, data: Any) -> Tier:
-    """Returns one tier of a file; `InputError` names what is missing or wrong."""
+    """Returns the `Tier` of a file's table; raises `InputError` that begins with `where`."""
     _table(where, data, Tier)
     return Tier(
         str(_need(where, data, "name")),

@@ -1,4 +1,4 @@
-"""Read `"16x8 h100-sxm-80gb, ib-400"`: counts outermost first, a device, the links between tiers innermost first."""
+"""Parses `"16x8 h100-sxm-80gb, ib-400"`: counts outermost first, a device, links between tiers innermost first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardwise.cluster.cluster import Cluster, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError
 
-MOST = 2**20  # devices: ten times the largest run that was ever published
-OF_NODE = ("host-", "disk-")  # begin what is said of a node, not of a link
+MOST = 2**20  # most devices: ten times the largest run that was ever published
+OF_NODE = ("host-", "disk-")  # beginnings of words on a node, not on a link
 FORM = 'a cluster is written as "16x8 h100-sxm-80gb, ib-400": nodes x devices, the device, the links between tiers'
 
 
 def parse(text: str) -> Cluster:
-    """Returns a cluster of catalogue devices and links; a wrong word raises `InputError` with the nearest right one."""
+    """Returns the cluster of a text; raises `InputError` with the nearest known word if one is not in the catalogue."""
     head, *links = [part.strip() for part in text.split(",")]
     of_node = [word for word in links if word.lower().startswith(OF_NODE)]
     links = [word for word in links if word not in of_node]
@@ -31,10 +31,10 @@ def parse(text: str) -> Cluster:
     if prod(counts) > MOST:
         raise InputError(f"cluster: {prod(counts):,} devices; up to {MOST:,} are planned for")
     while len(counts) > 1 and counts[-1] == 1 and len(links) < len(counts) - 1:
-        counts.pop()  # one node has no neighbour to be linked to
+        counts.pop()  # a single node needs no link
     hardware, own = device(words[1])
     if len(links) != len(counts) - 1:
-        # an example of the right length that keeps what was given
+        # an example with the right number of links that keeps those given
         needed = [*links, *["ib-400"] * len(counts)][: len(counts) - 1]
         raise InputError(
             f"cluster: {words[0]} has {len(counts)} tiers, and links between them: {len(needed)}, behind the device, "
@@ -43,7 +43,7 @@ def parse(text: str) -> Cluster:
         )
     domain = own.count
     tiers = [Tier(own.name, counts[0], own.gbps, own.latency_us)]
-    # else devices of different nodes would be planned for as if NVLink, say, joined them
+    # otherwise devices of different nodes would be planned for as if, for example, NVLink joined them
     if counts[0] > domain:
         raise InputError(
             f"cluster: {counts[0]} {hardware.name} in the innermost tier, but its own link ({own.name}) joins "
@@ -56,16 +56,16 @@ def parse(text: str) -> Cluster:
 
 
 def in_words(cluster: Cluster) -> str:
-    """Returns the cluster as text, with its number of devices and the Gb/s of each link between nodes."""
+    """Returns the cluster as text for people, with its number of devices and the rate of each link between nodes."""
     links = [link_words(tier.name, below) for tier, below in zip(cluster.tiers[1:], cluster.sizes, strict=False)]
     return f"{cluster} ({'; '.join([f'{cluster.world_size} devices', *filter(None, links)])})"
 
 
 def _with_words(words: Iterable[str], node: Node) -> Node:
-    """Returns the node with figures from words as `host-1.5tb`, `disk-20tb`, `disk-12gb/s`; `InputError` for others."""
+    """Returns the node with figures from words such as `host-1.5tb`, `disk-20tb`, `disk-12gb/s`; or `InputError`."""
     for word in words:
         match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
-        # a rate for the host's memory has no field
+        # the host's memory has no rate
         if not match or float(match[2]) <= 0 or match[1] + match[3] == "hostgb/s":
             raise InputError(
                 f"cluster: cannot read {word!r}: a node's memory is host-1.5tb or host-512gb, the room on its disk "
@@ -82,5 +82,5 @@ def _with_words(words: Iterable[str], node: Node) -> Node:
 
 
 def math_split(count: int, domain: int) -> str:
-    """Returns `4x8` for 32 devices in domains of 8, where that comes out even."""
+    """Returns "4x8" for 32 devices in domains of 8, or "NODESx8" if the domains do not divide them."""
     return f"{count // domain}x{domain}" if count % domain == 0 else f"NODESx{domain}"

@@ -1,4 +1,4 @@
-"""A number and where it comes from: measured here, published, a formula, or assumed."""
+"""`Figure`: a number with its source (measured, published, a formula, assumed, or given by the user)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("measured", "published", "formula", "assumed", "given")
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with provenance. `kind` is one of KINDS, `source` names the file, data sheet or run."""
+    """A number with its source; `kind` is one of KINDS, `source` names the file, data sheet or run."""
 
     value: float
     kind: str
@@ -26,10 +26,9 @@ class Figure:
     def read(cls, where: str, raw: Any, *, least: float = 0.0) -> Figure:
         """Returns the figure of a TOML value: a bare number (kind "given") or a table {value, kind, source}.
 
-        Raises `InputError` for what is not a finite number above `least`.
+        where  beginning of messages. Raises `InputError` if it is not a finite number above `least`.
         """
         kind, source = "given", "the cluster file"
-        # a table says where the number comes from; a bare number was given by the user
         if isinstance(raw, dict):
             unknown = sorted(raw.keys() - {"value", "kind", "source"})
             if unknown or "value" not in raw:

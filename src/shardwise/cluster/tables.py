@@ -1,7 +1,7 @@
-"""Measured matrix products and collectives, interpolated between the sizes that were measured.
+"""Tables of measured matrix products, other ops and collectives, interpolated in the logarithm of sizes.
 
-Both are interpolated in the logarithm of the sizes. Outside its grid a matrix product keeps the rate of the nearest
-edge, and a collective the bandwidth of its largest message.
+Beyond the measured sizes a larger matrix product keeps the rate of the edge, and a larger message the bandwidth of the
+largest one; smaller ones keep the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from shardwise.cluster.catalogue import read
 
 @dataclass(frozen=True, eq=False)
 class GemmTable:
-    """Measured products (m, k) x (k, n) of one kind: sizes of a grid, TFLOP/s by (m, n, k), which may lack points."""
+    """Measured products (m, k) x (k, n) of one dtype or kind.
+
+    m, n, k  the sizes of the grid, ascending
+    rate     {(m, n, k): TFLOP/s}, which may lack points of the grid
+    """
 
     name: str
     m: tuple[int, ...]
@@ -32,7 +36,7 @@ class GemmTable:
 
     @lru_cache(maxsize=100_000)  # noqa: B019 - a table lives as long as the process
     def tflops(self, m: float, n: float, k: float) -> float:
-        """Returns TFLOP/s of a product of any shape."""
+        """Returns TFLOP/s of a product of any shape, interpolated."""
         if m > self.m[-1] and n < m:  # the transposed product costs the same and may lie inside the grid
             m, n = n, m
         total = weight = 0.0
@@ -43,14 +47,14 @@ class GemmTable:
                     if value is not None and wm * wn * wk > 0:
                         total += wm * wn * wk * math.log(value)
                         weight += wm * wn * wk
-        if weight == 0:  # a hole of the table: the nearest measured point
+        if weight == 0:  # no point around was measured, so the nearest one is used
             at = min(
                 self.rate, key=lambda p: abs(math.log(p[0] / m)) + abs(math.log(p[1] / n)) + abs(math.log(p[2] / k))
             )
             return self.rate[at]
         rate = math.exp(total / weight)
         small = min(1.0, m / self.m[0]) * min(1.0, n / self.n[0]) * min(1.0, k / self.k[0])
-        return rate * small  # below the grid the time stays: the product is bound by its latency
+        return rate * small  # below the grid the time stays the same, since latency dominates
 
     def seconds(self, m: float, n: float, k: float) -> float:
         """Returns the seconds of one product (m, k) x (k, n)."""
@@ -58,7 +62,7 @@ class GemmTable:
 
 
 def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
-    """Returns the grid points next to `value` with their interpolation weights, linear in the logarithm."""
+    """Returns [(grid point, weight)] of the one or two points next to `value`, linear in the logarithm."""
     if value <= grid[0]:
         return [(grid[0], 1.0)]
     if value >= grid[-1]:
@@ -71,14 +75,14 @@ def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveTable:
-    """Collectives inside one domain: op -> ranks -> ((bytes, microseconds), ...). Bytes: the whole tensor."""
+    """Measured collectives inside one domain."""
 
     name: str  # of the device
-    nccl: str  # the version with which it was measured
-    times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
+    nccl: str  # version of NCCL
+    times: dict[str, dict[int, tuple[tuple[int, float], ...]]]  # op -> ranks -> ((bytes of full tensor, us), ...)
 
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
-        """Returns seconds of an `op` in `times`; other numbers of ranks have the nearest measured's bus bandwidth."""
+        """Returns seconds of an `op` that is in `times`; unmeasured `ranks` get the nearest one's bus bandwidth."""
         by_ranks = self.times[op]
         near = min(by_ranks, key=lambda p: (abs(math.log(p / ranks)), -p))
         scale = bus_factor(op, ranks) / bus_factor(op, near)
@@ -86,7 +90,10 @@ class CollectiveTable:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Returns bytes on a rank's link per byte of the tensor (nccl-tests, PERFORMANCE.md), or per byte of a halo."""
+    """Returns the bytes on a rank's link for each byte of the full tensor (nccl-tests, PERFORMANCE.md).
+
+    op  a collective, or "halo", whose size is the bytes received
+    """
     if op == "halo":
         return 1.0
     share = (ranks - 1) / ranks
@@ -95,18 +102,18 @@ def bus_factor(op: str, ranks: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class BetweenTable:
-    """Collectives, and messages ("send"), that cross nodes: op -> ranks of each node -> nodes -> ((bytes, us), ...).
+    """Measured collectives and messages ("send") between nodes.
 
-    Bytes: the whole tensor.
+    times  {op: {ranks of each node: {nodes: ((bytes of the full tensor, microseconds), ...)}}}
     """
 
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]]
 
     def seconds(self, op: str, nodes: int, per_node: int, size_bytes: float) -> float:
-        """Returns seconds of a collective (an `op` of `times`) over `per_node` ranks of each of `nodes` nodes.
+        """Returns seconds of an `op` that is in `times` over `per_node` ranks of each of `nodes` nodes.
 
-        Read between what was measured, in the logarithm of bytes, nodes and ranks. Beyond it the nearest is scaled:
-        what the smallest message takes by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
+        Interpolated in the logarithm of bytes, nodes and ranks. Beyond the measured numbers the nearest is scaled: the
+        time of the smallest message by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
         """
         total, by_per_node = 0.0, self.times[op]
         for e, share in _around(tuple(sorted(by_per_node)), per_node):
@@ -118,7 +125,7 @@ class BetweenTable:
         return math.exp(total) * 1e-6
 
     def near(self, op: str, nodes: int, per_node: int) -> str:
-        """Returns which measurements a figure is interpolated or scaled from, "" where that very group was measured."""
+        """Returns text on the measurements from which a figure is interpolated; "" if this group was measured."""
         remarks = []
         grid_per_node = tuple(sorted(self.times[op]))
         beside = [near for near, share in _around(grid_per_node, per_node) if share > 0]
@@ -133,12 +140,15 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """Returns the size at which a figure is taken: `value` beyond the grid, else the grid point `near`."""
+    """Returns the size to which `_over` scales a figure: `value` if it is beyond the grid, else the point `near`."""
     return near if min(grid) <= value <= max(grid) else value
 
 
 def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: tuple[int, int]) -> float:
-    """Returns us over `wanted` (nodes, ranks of each), from `us` over `measured`; `least`: us of a small message."""
+    """Returns the microseconds over `wanted` (nodes, ranks of each), scaled from `us` over `measured`.
+
+    least  microseconds of the smallest message over `measured`
+    """
     if wanted == measured:
         return us
     wait = min(least, us)
@@ -148,7 +158,10 @@ def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: t
 
 
 def _read(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Returns microseconds at a size: between points in logarithms, by bytes beyond the last, the first's below."""
+    """Returns the microseconds at `size`, interpolated between `points` (size, microseconds) in logarithms.
+
+    Below the first point its time is returned, beyond the last the time is proportional to the size.
+    """
     first, last = points[0], points[-1]
     if size <= first[0]:
         return first[1]
@@ -162,7 +175,7 @@ def _read(points: Sequence[tuple[float, float]], size: float) -> float:
 
 @cache
 def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype: str) -> GemmTable | None:
-    """Returns the products of `dtype` (or "conv", ...) in a cluster file's rows (dtype, m, n, k, us); None without."""
+    """Returns the table of `dtype` (or "conv", "conv_backward") from a probe's `Product` rows; None if none has it."""
     rate = {(m, n, k): 2e-6 * m * n * k / us for kind, m, n, k, us in rows if kind == dtype}
     if not rate:
         return None
@@ -172,18 +185,18 @@ def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype:
 
 @dataclass(frozen=True, eq=False)
 class OpTable:
-    """Measured ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
+    """Measured ops other than products."""
 
-    times: dict[str, tuple[tuple[float, float], ...]]
+    times: dict[str, tuple[tuple[float, float], ...]]  # name -> ((bytes, or FLOPs of attention, microseconds), ...)
 
     def seconds(self, name: str, amount: float) -> float:
-        """Returns seconds of one op; one that was not measured takes those of an addition of the same bytes."""
+        """Returns seconds of the op `name` of `amount` bytes (FLOPs of attention); an unmeasured one as an addition."""
         return _read(self.times.get(name) or self.times["add"], amount) * 1e-6
 
 
 @cache
 def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
-    """Returns the table of ops that a cluster file brings; None where "add" was not measured."""
+    """Returns the table of a probe's `OpTime` rows, or None if "add" was not measured."""
     times: dict[str, list[tuple[float, float]]] = {}
     for name, amount, us in rows:
         times.setdefault(name, []).append((amount, us))
@@ -192,7 +205,7 @@ def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
 
 @cache
 def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> CollectiveTable | None:
-    """Returns the table of collectives that a cluster file brings, or None."""
+    """Returns the table of a probe's `Message` rows, or None if there are none."""
     times: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for op, ranks, size, us in rows:
         times.setdefault(op, {}).setdefault(ranks, []).append((size, us))
@@ -202,7 +215,7 @@ def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> Colle
 
 @cache
 def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> BetweenTable | None:
-    """Returns the table between nodes that a cluster file brings, or None."""
+    """Returns the table of a probe's `Between` rows, or None if there are none."""
     points: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for op, nodes, per_node, size, us in rows:
         points.setdefault((op, per_node, nodes), []).append((size, us))
@@ -214,20 +227,20 @@ def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> Betw
 
 @cache
 def gemm_table(name: str) -> GemmTable | None:
-    """Returns the measured products of a device, or None."""
+    """Returns the products of a device in gemm.csv (bf16), or None if it is not there."""
     inner: list[int] = []
     rate: dict[tuple[int, int, int], float] = {}
     for row in read("gemm.csv"):
         if row["gpu"] != name:
             continue
         cells = row["microseconds"].split()
-        # a row of "m" is a header: the inner sizes of the rows below it
+        # a row of "m" is a header with the values of k for the rows below it
         if row["m"] == "m":
             inner = [int(cell) for cell in cells]
             continue
         m, n = int(row["m"]), int(row["n"])
         for k, cell in zip(inner, cells, strict=True):
-            # "-": not measured at that size
+            # "-" means not measured
             if cell != "-":
                 rate[m, n, k] = 2e-6 * m * n * k / float(cell)
     if not rate:
@@ -238,13 +251,13 @@ def gemm_table(name: str) -> GemmTable | None:
 
 @cache
 def collective_table(name: str) -> CollectiveTable | None:
-    """Returns the measured collectives of a device, or None."""
+    """Returns the collectives of a device in collectives.csv, or None if it is not there."""
     sizes: list[int] = []
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]] = {}
     nccl = ""
     for row in read("collectives.csv"):
         cells = row["microseconds"].split()
-        # a row without a GPU is a header: the message sizes of the rows below it
+        # a row without a GPU is a header with the message sizes of the rows below it
         if not row["gpu"]:
             sizes = [int(cell) for cell in cells]
         elif row["gpu"] == name:

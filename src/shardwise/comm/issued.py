@@ -1,10 +1,12 @@
-"""`IssueLog`: what one rank issued, in order, as plain data. Filled by recording; played by testing/nccl_order.
+"""`IssueLog`: the collectives and messages that one rank issued, in order, as plain data.
+
+Filled by comm/recording; testing/nccl_order simulates them in NCCL's order.
 
     all_reduce   group A                      -> Issued(0)
     send, recv   group A, in one batch        -> Issued(1), Issued(2)
     work.wait()                               -> Waited(0)
 
-An entry keeps no tensor: what it says is its kind, dtype, shape, group, peer, tag and line in the code.
+An entry keeps no tensor, only its op, dtype, shape, group, peer, tag and line in the code.
 """
 
 from __future__ import annotations
@@ -22,22 +24,26 @@ POINT_TO_POINT = ("send", "recv")
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective, or one end of a message.
+    """A collective, or one end of a point-to-point message, that was issued.
 
-    group    the same text on all its ranks; `ranks` are the global ones, in the group's order
-    peer     global rank of a message's other end; -1 of a collective
-    batch    operations of one batch begin together; None: alone
-    device   the type of the tensor's: a group has a backend for each, and ranks meet in the same one
+    op       "all_reduce", "all_gather", "send", "recv", ...
+    group    name of the process group, the same on all its ranks;  ranks  the global ones, in the group's order
+    peer     global rank of a message's other end; -1 for a collective
+    dtype    such as "float32", "" without a tensor;  shape  of the tensor, () without one
+    tag      purpose, such as "gradients" or "control"
+    place    line of code that issued it
+    batch    id of the batch of messages that begin together; None: it begins alone
+    device   type of the tensor's device, since a group has one backend for each
     """
 
-    op: str  # all_reduce, all_gather, send, ...
+    op: str
     group: str
     ranks: tuple[int, ...]
     peer: int
     dtype: str
     shape: tuple[int, ...]
-    tag: str  # what it is for: "gradients", "control"
-    place: str  # line of code that issued it
+    tag: str
+    place: str
     batch: int | None = None
     device: str = ""
 
@@ -51,26 +57,31 @@ class Issued:
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait: all that this rank computes or issues afterwards comes after its operation number `issued`."""
+    """A wait for the rank's own operation with id `issued`, before which nothing later starts."""
 
     issued: int
 
 
 class IssueLog:
-    """What one rank issued and waited for, in order (`entries`); operations are numbered from 0."""
+    """What one rank issued and waited for, in order (`entries`); operations (`Issued`) have ids from 0."""
 
     def __init__(self) -> None:
         self.entries: list[Issued | Waited] = []
         self._count = 0
         self._batches = 0
         self._batch: int | None = None
-        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # torch's work -> number of its operation
+        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # torch's work -> id of its operation
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # process group -> `_name`
         self._made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
 
     def add(self, op: str, group: Any, ranks: Sequence[int], axis: str, tensor: Any, tag: str, place: str,
             peer: int = -1) -> int:  # fmt: skip
-        """Note an operation about to be issued; returns its number."""
+        """Appends an operation that is about to be issued; returns its id.
+
+        group, ranks  process group and its global ranks;  axis  name of its mesh axis
+        tensor        whose dtype, shape and device type are kept; None: there is none
+        tag, place, peer  as of `Issued`
+        """
         has = isinstance(tensor, torch.Tensor)
         dtype = str(tensor.dtype).removeprefix("torch.") if has else ""
         shape = tuple(tensor.shape) if has else ()
@@ -81,18 +92,18 @@ class IssueLog:
         return self._count - 1
 
     def work(self, work: Any, number: int) -> None:
-        """Note that `work` (torch's handle to wait for) is of operation `number`."""
+        """Notes that torch's handle `work` belongs to the operation with id `number`."""
         self._works[work] = number
 
     def waited(self, work: Any) -> None:
-        """Note that a work was waited for; nothing for one that is not in the log."""
+        """Appends a wait for the operation of `work`; does nothing if that is not in the log."""
         number = self._works.get(work)
         if number is not None:
             self.entries.append(Waited(number))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Context: operations inside begin together."""
+        """Context: operations added inside get one batch id."""
         before, self._batch, self._batches = self._batch, self._batches, self._batches + 1
         try:
             yield
@@ -100,10 +111,10 @@ class IssueLog:
             self._batch = before
 
     def _name(self, group: Any, axis: str, ranks: Sequence[int]) -> str:
-        """Returns a group's text: its axis, its name within torch, its ranks."""
+        """Returns a group's name, as "axis|torch's name#count|global ranks"."""
         name = self._names.get(group)
         if name is None:
-            # torch gives a name again after its group has gone: the count keeps the two apart
+            # torch reuses the name of a destroyed group; the count tells the two apart
             own = str(group.group_name)
             times = self._made[own] = self._made.get(own, 0) + 1
             name = self._names[group] = f"{axis}|{own}#{times}|{','.join(map(str, ranks))}"

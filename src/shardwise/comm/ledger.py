@@ -1,8 +1,8 @@
-"""The ledger: bytes received by this rank, by tag, op (`FACTORS`), axis. Filled by observe; subclass: observe/profile.
+"""The ledger: calls and bytes received by this rank, by tag, op and mesh axis. Filled by comm/observe.
 
-all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor (an all-to-all of
-uneven parts: what the others sent); broadcast and point to point n. Control traffic (a few numbers a step) stands
-under its own tag.
+Bytes for p ranks and a full tensor of n bytes: all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all
+n(p-1)/p, but for an all-to-all of uneven parts what the others sent; broadcast and point to point n. Control traffic (a
+few numbers a step) has the tag "control".
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """An exchange of a rehearsal that operations `start` to `stop` ran beside.
+    """An exchange in a rehearsal, beside which other operations ran.
 
-    came  bytes by the rank of the axis that sends them
+    came         index on the axis of a sending rank -> bytes
+    start, stop  counts of operations (`Ledger.clock`) when it began and when it was waited for
     """
 
     op: str
@@ -38,7 +39,7 @@ class Overlap:
 
 @dataclass
 class LedgerEntry:
-    """Calls and bytes received of one (tag, op, axis)."""
+    """Number of calls, and bytes received, of one (tag, op, axis)."""
 
     calls: int = 0
     received_bytes: float = 0.0
@@ -48,11 +49,12 @@ class LedgerEntry:
 class Ledger:
     """Calls and bytes by (tag, op, axis) since the last `clear`.
 
-    loads     in a rehearsal of one rank: how much each rank of an exchange brings; () for all alike
-    arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
-    overlaps  in a rehearsal: the exchanges that were not waited for at once
-    dtypes    names of the floating-point dtypes that were carried, by (tag, op); where an `Observer` fills the ledger
-    clock     in a rehearsal: how many operations have run
+    entries   (tag, op, axis name) -> `LedgerEntry`
+    loads     in a rehearsal of one rank: relative amount that each rank of an exchange brings; (): equal ones
+    arrivals  in a rehearsal: (op, axis name, index of the sender on the axis) -> bytes, of all-to-alls and messages
+    overlaps  in a rehearsal: exchanges that were not waited for at once
+    dtypes    (tag, op) -> names of the floating-point dtypes sent; only if an `Observer` fills the ledger
+    clock     in a rehearsal: returns the number of operations that have run
     """
 
     entries: dict[tuple[str, str, str], LedgerEntry] = field(default_factory=lambda: defaultdict(LedgerEntry))
@@ -65,16 +67,21 @@ class Ledger:
     def record(
         self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
     ) -> None:
-        """Add one collective over `ranks` ranks whose full tensor has `full_bytes`; `received_bytes` where known."""
+        """Adds one collective.
+
+        tag             purpose;  op  a key of `FACTORS`;  axis  name of the mesh axis, of `ranks` ranks
+        full_bytes      of the full tensor, from which the bytes received follow
+        received_bytes  instead of these, if they are known; else None
+        """
         entry = self.entries[tag, op, axis]
         entry.calls += 1
         entry.received_bytes += full_bytes * FACTORS[op](ranks) if received_bytes is None else received_bytes
 
     def leaving(self, tag: str, axis: str) -> None:
-        """Note in a rehearsal that a message is sent. Adds nothing, since whoever receives it does so."""
+        """Called in a rehearsal when a message is sent; adds nothing, since the receiver counts it."""
 
     def received(self, *, axis: str | None = None, control: bool = False) -> float:
-        """Returns the bytes received, of one axis or all, with or without control traffic."""
+        """Returns the bytes received over `axis` (None: over all). `control`: whether tag "control" counts too."""
         return sum(
             entry.received_bytes
             for (tag, _, on), entry in self.entries.items()

@@ -1,11 +1,11 @@
-"""Messages between two ranks of an axis: by themselves, or several begun together.
+"""Point-to-point messages between ranks of an axis: single ones, or several begun together.
 
     exchange   rank 0  [send A to 1, receive B from 1]      one group call of NCCL: both ways at once
                rank 1  [receive A from 0, send B to 0]
 
-Over NCCL the operations of a communicator run in the order of their calls, and a send ends when it was received: two
-ranks that both send first wait for each other as soon as a message is larger than what is buffered (some MiB). So
-whatever may cross is begun together, and every rank comes to its messages in one order that is the same for all.
+Over NCCL the operations of a communicator run in the order of their calls, and a send ends when it was received. Two
+ranks that both send first wait for each other as soon as a message exceeds NCCL's buffers (some MiB). So messages that
+may cross are begun together, and all ranks issue their messages in a consistent order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.host import put, read
 
 
 class _Several(Pending):
-    """Messages that were begun together, where torch gives a work for each."""
+    """Messages that were begun together; torch gives a work for each, or one for all."""
 
     def __init__(self, works: list[dist.Work]):
         super().__init__(None)
@@ -41,19 +41,22 @@ class _Several(Pending):
 
     @property
     def over(self) -> bool:
-        """Returns whether all messages are complete."""
+        """Whether all messages are complete."""
         return all(work.is_completed() for work in self.works)
 
 
 class _Staged(Pending):
-    """A message through host memory, for a backend that sends nothing else."""
+    """A message of a device tensor through host memory, for gloo.
+
+    host  the tensor on the host;  goal  the device tensor to copy it to after a receive; None: it is a send
+    """
 
     def __init__(self, work: dist.Work | None, host: torch.Tensor, goal: torch.Tensor | None):
         super().__init__(work)
         self.host, self.goal = host, goal
 
     def wait(self) -> None:
-        """Blocks until the message is there, and copies it to its device."""
+        """Waits for the message, and copies a received one to `goal`."""
         if self.work is not None:
             super().wait()
             if self.goal is not None:
@@ -61,31 +64,33 @@ class _Staged(Pending):
 
 
 def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
-    """Returns whether the backend cannot send tensors of this device."""
+    """Whether the axis's backend cannot send tensors of this device (gloo, or none)."""
     return not on_host(tensor.device) and backend_of(axis.group, tensor.device) in (None, "gloo")
 
 
 def _check_runs(tensor: torch.Tensor) -> None:
-    """Raises `TypeError` inside a compiled program."""
+    """Raises `TypeError` if a compiler records the operation, since it supports no messages."""
     if is_traced(tensor):
         raise TypeError("two ranks send each other a message, of which a compiled program knows none")
 
 
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
-    """Send a contiguous tensor to the axis's `to_index`-th rank; returns what to wait for before it may change.
+    """Starts to send a contiguous tensor to the axis's `to_index`-th rank; returns the `Pending`.
 
-    `number` tells apart messages that are under way between the same two ranks.
+    tag     purpose, for the ledger
+    number  id of the message, equal on both ends, among those under way between the two ranks
+    The tensor must not change before `wait`.
     """
     if axis.rehearsal is not None:
         axis.rehearsal.leaving(tag, axis.name)
-        return Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
+        return Rehearsed(tensor) if axis.copies else Pending(None)  # the receiver records it
     _check_runs(tensor)
-    # gloo sends the host's memory alone
+    # gloo sends tensors in host memory only
     if _needs_host(tensor, axis):
         host = tensor.cpu()
         with tagged(tag):
             return _Staged(dist.isend(host, dst=axis.ranks[to_index], group=axis.group, tag=number), host, None)
-    # NCCL would make a communicator for a message begun alone
+    # NCCL would make a new communicator for a message outside of a group call
     if in_order_of_calls(tensor.device, axis):
         return _begun([RankMessage(tensor, to_index, number, tag)], [], axis)
     with tagged(tag):
@@ -93,19 +98,22 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
 
 
 def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
-    """Receive into a contiguous tensor from the axis's `from_index`-th rank, by number; returns what to wait for."""
+    """Starts to receive into a contiguous tensor from the axis's `from_index`-th rank; returns the `Pending`.
+
+    tag, number  as of `send`
+    """
     if axis.rehearsal is not None:
         axis.note(tag, "point_to_point", tensor)
         axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
         stand_in(tensor)
         return Pending(None)
     _check_runs(tensor)
-    # gloo receives into the host's memory alone
+    # gloo receives into host memory only
     if _needs_host(tensor, axis):
         host = torch.empty_like(tensor, device="cpu")
         with tagged(tag):
             return _Staged(dist.irecv(host, src=axis.ranks[from_index], group=axis.group, tag=number), host, tensor)
-    # NCCL would make a communicator for a message begun alone
+    # NCCL would make a new communicator for a message outside of a group call
     if in_order_of_calls(tensor.device, axis):
         return _begun([], [RankMessage(tensor, from_index, number, tag)], axis)
     with tagged(tag):
@@ -114,7 +122,7 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
 
 @dataclass(frozen=True)
 class RankMessage:
-    """A contiguous tensor that goes to, or comes from, the axis's `index`-th rank, under a number and a tag."""
+    """A contiguous tensor to send to, or receive from, the axis's `index`-th rank; `number` and `tag` as of `send`."""
 
     tensor: torch.Tensor
     index: int
@@ -125,10 +133,9 @@ class RankMessage:
 def exchange(
     sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: Axis
 ) -> tuple[list[Pending], list[Pending]]:
-    """Begin messages to and from other ranks together: none waits for another. Returns a `Pending` for each.
+    """Begins messages to and from other ranks together; returns (a `Pending` for each send, for each receive).
 
-    An accelerator's backend begins them in one group call. One after another, two ranks that each send first would
-    wait for each other as soon as a message is larger than what the backend buffers.
+    NCCL begins them in one group call, so that two ranks that send each other large messages do not deadlock.
     """
     messages = [*sends, *receives]
     if axis.silent or not messages or not in_order_of_calls(messages[0].tensor.device, axis):
@@ -143,12 +150,12 @@ def exchange(
 
 
 def in_order_of_calls(device: torch.device, axis: Axis) -> bool:
-    """Returns whether messages of this device over the axis run in the order of their calls, as NCCL's do."""
+    """Whether messages of this device over the axis run in the order of their calls, as NCCL's do and gloo's do not."""
     return axis.group is not None and not on_host(device) and backend_of(axis.group, device) not in (None, "gloo")
 
 
 def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: Axis) -> Pending:
-    """Begin messages together, a single one too (alone, NCCL makes a communicator for it); returns what to wait for."""
+    """Begins messages, also a single one, in one group call; returns one `Pending` for all."""
     group, device = axis.group, [*sends, *receives][0].tensor.device
     assert group is not None
     # NCCL takes all messages of a round as one call; gloo takes them one by one
@@ -161,18 +168,19 @@ def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: 
         for message in receives:
             with tagged(message.tag):
                 works.append(dist.irecv(message.tensor, axis.ranks[message.index], group, message.number))
-    # one call has one work; without it each message has its own
+    # a group call has one work for all its messages
     return _Several(together.works if together is not None else works)
 
 
 def beside(axis: Axis, device: torch.device) -> Axis:
-    """Returns the axis with a group of its own where messages of one group wait in line (NCCL). Collective (world).
+    """Returns the axis with a second process group if messages of one group run in order (NCCL); else `axis`.
 
-    Raises `RefusedPlan` there under CUDA_DEVICE_MAX_CONNECTIONS=1.
+    Messages over the second group need not wait for those over the first. Collective over all ranks. Raises
+    `RefusedPlan` if CUDA_DEVICE_MAX_CONNECTIONS=1, under which they would deadlock.
     """
     if not in_order_of_calls(device, axis):
         return axis
-    # a second group gains nothing then, and the two ranks would wait for each other for ever
+    # the device then runs one communicator's kernels at a time
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RefusedPlan(
             "a stage that takes a gradient within its forward asks the stage before it while hidden states wait for "
@@ -180,7 +188,7 @@ def beside(axis: Axis, device: torch.device) -> Axis:
         )
     row = put([float(rank) for rank in axis.ranks], device)
     table = gather_rows(row, replace(axis, name="world", size=dist.get_world_size(), group=dist.group.WORLD))
-    # every rank makes all groups in one order, those that it is not in too, as torch asks
+    # torch requires that every rank makes all groups in the same order, also those that it is not in
     everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in read(table, "groups")})
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in everyone])
     own = replace(axis, group=group)
@@ -189,6 +197,6 @@ def beside(axis: Axis, device: torch.device) -> Axis:
 
 
 def meet(axis: Axis, device: torch.device) -> None:
-    """Have all ranks of an axis make its communicator, as NCCL asks before some of them send each other messages."""
+    """Creates the axis's NCCL communicator by an all-reduce, as NCCL needs before some ranks exchange messages."""
     if in_order_of_calls(device, axis):
         all_reduce(torch.zeros(1, device=device), axis, "control")

@@ -1,7 +1,7 @@
-"""Enter every collective of this rank in the ledger, by op names (also in recording). Opened by engine/engine.
+"""`Observer`: a dispatch mode that records every collective of this rank in a ledger, by op names.
 
-A dispatch mode sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Ours carry the tag
-of their call site; what carries none was issued by a PyTorch engine and stands under "torch".
+It sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Our collectives carry the tag of
+their call site; those without a tag were issued by PyTorch and get the tag "torch".
 
 What this does not do: count `reduce`, `gather` and `scatter` to or from one rank, which no engine here issues; see
 collectives inside a compiled graph, or under a mode that was entered after this one ended.
@@ -24,7 +24,7 @@ _local = threading.local()
 
 @contextmanager
 def tagged(tag: str):
-    """Context: collectives issued inside carry this tag."""
+    """Context: collectives that this thread issues inside carry this tag in a ledger."""
     before = getattr(_local, "tag", None)
     _local.tag = tag
     try:
@@ -63,7 +63,7 @@ _FUNCTIONAL = {
 
 
 def _bytes(value) -> int:
-    """Returns the bytes of a tensor, or of all in a list; 0 for anything else."""
+    """Returns the bytes of a tensor, or of all tensors in a (nested) list; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):
@@ -72,7 +72,7 @@ def _bytes(value) -> int:
 
 
 def _dtypes(value) -> set[str]:
-    """Returns the names of the floating-point dtypes of a tensor, or of all in a list."""
+    """Returns the names of the floating-point dtypes of a tensor, or of all tensors in a (nested) list."""
     if isinstance(value, torch.Tensor):
         dtype = value.dtype.to_real() if value.is_complex() else value.dtype
         return {str(dtype).removeprefix("torch.")} if dtype.is_floating_point else set()
@@ -100,25 +100,29 @@ class Observer(TorchDispatchMode):
     def _record(
         self, kind: str, carried: Any, full_bytes: int, group: dist.ProcessGroup, received_bytes: float | None = None
     ) -> None:
-        """Enter one collective; `received_bytes`: what came, where that does not follow from the size."""
+        """Records one collective.
+
+        kind            op of the ledger;  carried  tensors, for their dtypes;  full_bytes  of the full tensor
+        received_bytes  from other ranks, if they do not follow from `full_bytes`; else None
+        """
         tag = getattr(_local, "tag", None) or "torch"
         axis = self.axes.get(group.group_name, "other")
         self.ledger.dtypes[tag, kind] |= _dtypes(carried)
         self.ledger.record(tag, kind, axis, full_bytes, group.size(), received_bytes)
 
     def _record_c10d(self, name: str, args: tuple) -> None:
-        """Enter an operation of `c10d`, by its name and arguments."""
+        """Records an operation of `c10d`, by its name and arguments."""
         kind, full = _C10D[name]
         # the group is among the arguments, as a class of TorchScript
         group = next(
             dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)
         )
-        # an all-to-all with unequal rows is counted by what arrives; args[3] has the sizes
+        # an all-to-all of unequal sizes is counted by what arrives: args[0] is the output, args[3] the sizes received
         uneven = _from_others(args[0], args[3], group) if name == "alltoall_base_" and args[3] else None
         self._record(kind, args[full or 0], 0 if full is None else _bytes(args[full]), group, uneven)
 
     def _record_functional(self, name: str, args: tuple) -> None:
-        """Adds a collective of torch's functional kind, whose group stands among its arguments by name."""
+        """Records an operation of `_c10d_functional`, whose last str argument is the group's name."""
         from torch.distributed.distributed_c10d import _resolve_process_group
 
         group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
@@ -129,7 +133,7 @@ class Observer(TorchDispatchMode):
 
 
 def _from_others(received: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> float:
-    """Returns the bytes of an all-to-all's result that other ranks sent, by the rows from each."""
+    """Returns the bytes of an all-to-all's result that other ranks sent. `sizes`: rows from each rank."""
     rows = sum(sizes)
     return _bytes(received) * (rows - sizes[group.rank()]) / rows if rows else 0.0
 

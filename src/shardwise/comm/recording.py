@@ -1,16 +1,16 @@
-"""Write every collective that Python issues into the rank's record, for guard/. By method names: also observe.
+"""Write every collective that Python issues into the rank's record in shared memory, for guard/.
 
-    dist.all_reduce(...) -> ProcessGroup.allreduce   the number in its group, op, dtype, shape, tag, the user's line
+    dist.all_reduce(...) -> ProcessGroup.allreduce   sequence number in its group, op, dtype, shape, tag, line of code
     work.wait()          -> Work.wait                what the rank waits for, while it waits
 
 Methods of torch's two classes are replaced once in a process; without a record they only call the original.
 
-In strict mode (`SHARDWISE_STRICT=1`) a collective is compared, before it is issued, with what other ranks of the host
-issued under its number, the place in the code included: the later of two that differ raises.
+In strict mode (`SHARDWISE_STRICT=1`) a collective, with its line of code, is compared before it is issued with those
+that other ranks of the host issued under the same sequence number; the later of two that differ raises.
 
-`listing` keeps all of them in an `IssueLog`, in their order, for whoever plays them.
+`listing` keeps all operations in an `IssueLog`, in order, for simulations.
 
-`refusing_others` raises where code that is neither ours nor PyTorch's engines' issues one: a module's own forward.
+`refusing_others` raises if code other than ours and PyTorch's engines', such as a module's forward, issues one.
 
 What this does not do: see collectives inside a compiled program and DTensor's own, which are issued below Python. All
 ranks of a group leave out the same ones.
@@ -38,7 +38,7 @@ from shardwise.guard.diagnose import differ
 from shardwise.guard.records import RankRecord, Reader, key_of
 
 STRICT = "SHARDWISE_STRICT"
-# method of a process group -> (what it is called, place of the tensor that tells of its size; None: there is none)
+# method of a process group -> (name of the op, index in its arguments of the tensor whose size is recorded, or None)
 _COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
@@ -63,31 +63,31 @@ _COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
 }
 _MOST_FRAMES = 80
-# as frames name their files: through whatever links Python found them (a linked home, or environment)
+# path prefixes as frames have them, symbolic links not resolved
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _COMM = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _ENGINES = tuple(f"{_TORCH}distributed{os.sep}{name}" for name in ("fsdp", "_composable", "tensor", "_tensor"))
 _LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
-_USERS, _PACKAGE, _OURS, _SKIP = range(4)
+_USERS, _PACKAGE, _OURS, _SKIP = range(4)  # whose code a frame is, the most informative first
 
 
 class _State:
-    """This process's groups and works, as the record that it has now numbers them."""
+    """This process's record, and the ids that groups, works and texts have in it; one for each call of `begin`."""
 
     def __init__(self) -> None:
         self.record: RankRecord | None = None
-        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> number; -1: left out
-        self.keys: dict[int, str] = {}  # number of a group -> its key, the same on all ranks
+        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> id; -1: not recorded
+        self.keys: dict[int, str] = {}  # id of a group -> its key, the same on all ranks
         self.made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
-        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # -> (group, number in it)
-        self.pairs: dict[tuple[Any, ...], int] = {}  # (id of a group, peer, tag, whether it sends) -> number
+        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # -> (id of group, sequence number)
+        self.pairs: dict[tuple[Any, ...], int] = {}  # (id() of a group, peer, tag, whether it sends) -> id; -1: none
         self.axes: dict[str, str] = {}  # torch's name of a group -> its mesh axis
-        self.texts: dict[Any, int] = {}  # value -> number of its text
-        # by the id of a code object, which is kept here and so stays its own: hashing one takes longer than all else
+        self.texts: dict[Any, int] = {}  # value -> id of its text
+        # id() of a code object -> (whose code, the object, kept so that its id stays valid); hashing one would be slow
         self.kinds: dict[int, tuple[int, Any]] = {}
-        self.places: dict[tuple[int, int], int] = {}  # (id of a code object, line) -> number of its text
+        self.places: dict[tuple[int, int], int] = {}  # (id() of a code object, line) -> id of its text
         self.others: dict[int, Reader] = {}  # rank -> its record; -1: this rank's own
         self.strict = False
         self.log: IssueLog | None = None
@@ -98,7 +98,10 @@ _inside = threading.local()
 
 
 def begin(mine: RankRecord | None, others: dict[int, str] | None = None) -> None:
-    """Write collectives to this record from now on (None: to none). `others`: paths of other ranks' records."""
+    """Writes collectives to the record `mine` from now on (None: to none).
+
+    others  rank -> path of its record, of the ranks of this host; used in strict mode
+    """
     global _state
     _state = _State()
     _state.record = mine
@@ -110,13 +113,13 @@ def begin(mine: RankRecord | None, others: dict[int, str] | None = None) -> None
 
 
 def name_axes(axes: dict[str, str]) -> None:
-    """Add names of axes by process group name, for reports; groups that come later have them too."""
+    """Adds mesh axis names for reports. `axes`: torch's name of a process group, which may not exist yet -> axis."""
     _state.axes.update(axes)
 
 
 @contextmanager
 def listing(log: IssueLog) -> Iterator[None]:
-    """Context: what this process issues, and waits for, is added to the log."""
+    """Context: operations that this process issues, and its waits, are added to `log`."""
     _replace_methods()
     before, _state.log = _state.log, log
     try:
@@ -127,14 +130,14 @@ def listing(log: IssueLog) -> Iterator[None]:
 
 @contextmanager
 def batched() -> Iterator[None]:
-    """Context: messages issued inside begin together, and so they stand in the log."""
+    """Context: messages issued inside begin together, and get one batch id in the log if there is one."""
     with _state.log.batch() if _state.log is not None else nullcontext():
         yield
 
 
 @contextmanager
 def refusing_others(error: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Context: a collective that a module's own code issues on this thread raises `error(what it is, file:line)`."""
+    """Context: a collective that other code than ours or PyTorch's issues on this thread raises `error(op, place)`."""
     _replace_methods()
     before = getattr(_inside, "refused", None)
     _inside.refused = error
@@ -148,12 +151,12 @@ def refusing_others(error: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def _replace_methods() -> None:
-    """Replace torch's methods by ones that write to the record, once in a process."""
+    """Replaces torch's methods by wrappers that write to the record; once in a process."""
     if hasattr(dist.Work.wait, "shardwise"):
         return
     for method, (op, place) in _COLLECTIVES.items():
         own = getattr(dist.ProcessGroup, method, None)
-        # torch has renamed some, and each version has its own
+        # names differ between versions of torch
         if own is not None:
             setattr(dist.ProcessGroup, method, _collective(own, op, place))
     for method, sends in (("send", True), ("recv", False)):
@@ -162,18 +165,21 @@ def _replace_methods() -> None:
 
 
 def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
-    """Returns a process group's method `own` that writes each call to the record. `place`: of the tensor in args."""
+    """Returns a wrapper of a process group's method `own` that writes each call to the record and the log.
+
+    op  its name there;  place  index of the tensor in the arguments after `self`, or None
+    """
 
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         # inside `refusing_others`
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
         state = _state
-        # nobody records, or this is a call that a recorded one makes: counted once
+        # nothing is recorded, or a recorded method calls this one
         if (state.record is None and state.log is None) or getattr(_inside, "under", False):
             return own(self, *args, **kwargs)
         tensor = args[place] if place is not None and place < len(args) else None
-        # all_gather and its like take a list of tensors, or a list of these: the first tells the dtype
+        # some take a list of tensors, or a list of lists; the first tensor is recorded
         while isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
         where = None if state.record is None else _noted(self, op, tensor)
@@ -191,14 +197,14 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
 
 
 def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
-    """Returns a process group's `own`, which sends or receives a message, that writes each call to the record."""
+    """Returns a wrapper of a process group's `send` or `recv` (`own`) that writes each call to record and log."""
 
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
         # inside `refusing_others`
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
         state = _state
-        if state.record is None and state.log is None:  # nobody watches this process
+        if state.record is None and state.log is None:  # nothing is recorded
             return own(self, tensors, peer, *rest, **kwargs)
         tag = rest[0] if rest else kwargs.get("tag", 0)
         where = None if state.record is None else _pair(self, peer, tag, sends)
@@ -211,7 +217,7 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
 
 
 def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's `Work.wait` (`own`) that names in the record, while it runs, the operation that is waited for."""
+    """Returns a wrapper of `Work.wait` (`own`) that names in the record, while it runs, the operation waited for."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine, where = _state.record, _state.works.get(self)
@@ -229,7 +235,7 @@ def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waits_for(work: Any) -> None:
-    """Notes in the log that `work` is waited for; called by classes of works with a `wait` of their own."""
+    """Adds a wait for `work` to the log, if there is one; for subclasses of `Work` that override `wait`."""
     if _state.log is not None:
         _state.log.waited(work)
 
@@ -238,7 +244,7 @@ def waits_for(work: Any) -> None:
 
 
 def _logged(log: IssueLog, group: Any, op: str, tensor: Any, peer: int | None = None) -> int:
-    """Add an operation to the log; returns its number there. `peer` counts within the group."""
+    """Adds an operation to the log; returns its id there. `peer`: index within the group, None for a collective."""
     ranks = dist.get_process_group_ranks(group)
     axis = _state.axes.get(group.group_name, "world" if group is dist.group.WORLD else f"group {group.group_name}")
     place = _frame(_OURS)
@@ -248,7 +254,10 @@ def _logged(log: IssueLog, group: Any, op: str, tensor: Any, peer: int | None = 
 
 
 def _of_work(work: Any, where: tuple[int, int] | None, number: int | None) -> None:
-    """Note which operation a work is of, in the record and in the log."""
+    """Notes which operation `work` belongs to.
+
+    where   (id of the group, sequence number) in the record, or None;  number  id in the log, or None
+    """
     if work is None:
         return
     if where is not None:
@@ -258,14 +267,17 @@ def _of_work(work: Any, where: tuple[int, int] | None, number: int | None) -> No
 
 
 def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
-    """Write one collective to the record; returns (group, its number there), None for a group that is left out."""
+    """Writes one collective to the record; returns (id of the group, sequence number), None if it is not recorded.
+
+    tensor  whose size, shape and dtype are recorded; None: there is none
+    """
     state = _state
     mine = state.record
     assert mine is not None
     number = state.groups.get(group)
     if number is None:
         number = _registered(group)
-    # left out, as in `_registered`: a world of its own for a while
+    # a group that `_registered` leaves out
     if number < 0:
         return None
     if tensor is None:
@@ -280,7 +292,7 @@ def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
 
 
 def _text(value: Any) -> int:
-    """Returns the number of a value's text in the record, made once for each value."""
+    """Returns the id of a value's text in the record, which is written once for each value."""
     at = _state.texts.get(value)
     if at is None:
         assert _state.record is not None
@@ -290,15 +302,16 @@ def _text(value: Any) -> int:
 
 
 def _registered(group: Any) -> int:
-    """Returns the number of a process group in the record, -1 for one that is left out."""
+    """Adds a process group to the record; returns its id, -1 if it is not recorded."""
     state = _state
     assert state.record is not None
     ranks = dist.get_process_group_ranks(group)
     number = -1
-    if dist.get_world_size() == state.record.world:  # else a part of the ranks is a world of its own for a while
+    # not recorded while only some of the ranks form the default process group
+    if dist.get_world_size() == state.record.world:
         name = group.group_name
         axis = state.axes.get(name, "world" if group is dist.group.WORLD else f"group {name}")
-        # torch gives a name again after its group has gone: the count keeps the two apart
+        # torch reuses the name of a destroyed group; the count tells the two apart
         times = state.made[name] = state.made.get(name, 0) + 1
         key = key_of(axis, f"{name}#{times}", ranks)
         number = state.record.group(key)
@@ -308,7 +321,10 @@ def _registered(group: Any) -> int:
 
 
 def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | None:
-    """Write a message between two ranks to the record; returns (pair, its number there), or None."""
+    """Writes a message to the record; returns (id of the pair of ranks, sequence number), None if not recorded.
+
+    peer  index of the other end within the group;  tag  torch's;  sends  whether this rank sends
+    """
     state = _state
     mine = state.record
     assert mine is not None
@@ -317,8 +333,8 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
     if number is None:
         number = -1
         ranks, me = dist.get_process_group_ranks(group), group.rank()
-        # left out, as in `_registered`: messages of a part of the ranks that is a world of its own for a while; and to
-        # a peer that is not there, for which torch raises
+        # not recorded while only some of the ranks form the default process group, and for a peer that does not exist,
+        # for which torch will raise
         if dist.get_world_size() == mine.world and 0 <= peer < len(ranks):
             ends = (ranks[me], ranks[peer]) if sends else (ranks[peer], ranks[me])
             number = mine.group(key_of("message", f"{group.group_name}/{tag}", ends), between_two=True)
@@ -329,21 +345,20 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
 
 
 def _frame(least: int = _USERS) -> tuple[Any, int] | None:
-    """Returns (code, line) of the innermost frame of the user's code, a package's, or ours; None where none is.
+    """Returns (code, line) of the frame that says most about a call: the user's, else a package's, else ours; or None.
 
-    least   the innermost frame of this kind, or one before it, is taken at once
+    least   kind (`_USERS`, `_PACKAGE`, `_OURS`) at which the search from the innermost frame stops
     """
     frame: Any = sys._getframe(3)
     kinds, nearest, left = _state.kinds, None, _MOST_FRAMES
     best = _SKIP
     while frame is not None and left:
-        # the entry keeps the code object, whose id would otherwise come again once it is gone
+        # the entry keeps the code object alive, since another one could get its id
         code = frame.f_code
         entry = kinds.get(id(code))
         if entry is None:
             entry = kinds[id(code)] = (_kind_of(code.co_filename), code)
         kind = entry[0]
-        # the user's own line tells more than a package's, and that more than ours
         if kind < best:
             nearest, best = frame, kind
             if kind <= least:
@@ -353,7 +368,7 @@ def _frame(least: int = _USERS) -> tuple[Any, int] | None:
 
 
 def _place() -> int:
-    """Returns the record's number for file:line of the frame that issues a collective; 0 for none."""
+    """Returns the id of the record's text for the line of code that issues a collective; 0 without one."""
     found = _frame()
     if found is None:
         return 0
@@ -367,16 +382,17 @@ def _place() -> int:
 
 
 def _text_of(code: Any, line: int) -> str:
+    """Returns "file:line in function"."""
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def _refuse(op: str) -> None:
-    """Raises where neither this package nor an engine of PyTorch issues the collective."""
+    """Raises the error of `refusing_others`, unless this package or an engine of PyTorch issues the collective."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         kind = _OURS if file.startswith((_COMM, *_ENGINES)) else _kind_of(file)
-        between = frame.f_code.co_name == "__torch_function__"  # a mode that the call went through on its way
+        between = frame.f_code.co_name == "__torch_function__"  # a mode that the call passed through
         if kind == _OURS and not between:
             return
         if kind not in (_SKIP, _OURS):
@@ -385,16 +401,15 @@ def _refuse(op: str) -> None:
 
 
 def _kind_of(file: str) -> int:
-    """Returns whose code a file is: the user's (our models too), a package's, ours, or one to skip."""
-    # frames of this room, and code without a file, are passed by
+    """Returns whose code a file is: `_USERS` (our models too), `_PACKAGE`, `_OURS`, or `_SKIP` (torch, comm/, ...)."""
+    # this package's own frames, and code without a file
     if file.startswith((_COMM, "<")):
         return _SKIP
     if file.startswith(_OWN):
-        # our models stand in for a user's: their lines are what a message should show
+        # our example models take the place of a user's, so messages show their lines
         return _USERS if f"{os.sep}models{os.sep}" in file[len(_OWN) - 1 :] else _OURS
     if file.startswith(_TORCH):
         return _SKIP
-    # a package's line is better than torch's own, and worse than the user's
     if file.startswith(_PACKAGES):
         return _PACKAGE
     return _SKIP if file.startswith(_LIBRARY) else _USERS
@@ -404,7 +419,10 @@ def _kind_of(file: str) -> int:
 
 
 def _compare(mine: RankRecord, number: int, issued: int) -> None:
-    """Raises `RunError` where another rank of the host issued something else under this number."""
+    """Raises `RunError` if another rank of the host issued another operation under the same sequence number.
+
+    number  id of the group in the record `mine`;  issued  the sequence number
+    """
     key = _state.keys[number]
     # -1: this rank's own record, opened at the first comparison
     own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]
@@ -415,7 +433,7 @@ def _compare(mine: RankRecord, number: int, issued: int) -> None:
     for rank in seen.groups[key].ranks:
         reader = _state.others.get(rank)
         other = reader.see() if reader is not None and rank != mine.rank else None
-        # nothing to compare: the rank is on another host, or has not come so far
+        # nothing to compare with: the rank is on another host, or has not issued it yet
         if reader is None or other is None or key not in other.groups or entry is None:
             continue
         theirs = reader.entry(other.groups[key], issued)

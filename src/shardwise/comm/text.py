@@ -15,11 +15,11 @@ from shardwise.device import CPU, backend_of, device_uuid, on_host
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import read
 
-SHORT = 512  # bytes of a row, enough for what a step tells
+SHORT = 512  # bytes of a row, enough for the JSON that is gathered in a step
 
 
 def everybody() -> Axis:
-    """Returns an axis of all ranks of the running process group (one rank, where none runs)."""
+    """Returns an axis of all ranks of the default process group; of one rank if there is none."""
     if not dist.is_initialized():
         return Axis.alone("world")
     world = dist.get_world_size()
@@ -27,10 +27,10 @@ def everybody() -> Axis:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Returns every rank's value, in rank order, on all ranks. Collective. `TypeError` for what JSON cannot hold.
+    """Returns [each rank's `value`, in rank order] on all ranks, through JSON. Collective.
 
-    A row holds a text's length (8 bytes) and its beginning, so that short texts need one collective; where one is
-    longer, longer rows follow.
+    A first all-gather sends rows of `SHORT` bytes: the text's length (8 bytes) and its beginning. If a text is longer a
+    second one sends them whole. Raises `TypeError` for a value that JSON cannot hold.
     """
     text = json.dumps(value).encode()
     data = len(text).to_bytes(8, "little") + text
@@ -45,17 +45,17 @@ _RAISED: dict[str, type[Exception]] = {"input": InputError, "plan": RefusedPlan}
 
 
 def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> Any:
-    """Returns on all ranks what `compute` returns on the axis's first, as JSON keeps it (tuples become lists).
+    """Returns on all ranks what `compute()` returns on the axis's first rank, through JSON (tuples become lists).
 
-    Collective, for what every rank would come to alike. What the first raises is raised on all: a refusal and wrong
-    input as they are, anything else on the others as a `RunError` that tells of it.
+    An error there is raised on all ranks: `RefusedPlan` and `InputError` as they are; any other as it is on the first
+    rank and as a `RunError` with its text on the others. Collective.
     """
     message: list[Any] = [None, None, None]
     failure: Exception | None = None
     if axis.index == 0:
         try:
             message[0] = compute()
-        except Exception as error:  # the others would wait for it
+        except Exception as error:  # raised below, since the other ranks wait for the broadcast
             failure = error
             kind = next((name for name, alike in _RAISED.items() if isinstance(error, alike)), "run")
             told = str(error) if kind != "run" else f"rank {axis.ranks[0]}: {type(error).__name__}: {error}"
@@ -67,10 +67,10 @@ def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> An
 
 
 def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:
-    """Returns the bytes of the axis's first rank, on all ranks."""
+    """Returns `data` of the axis's first rank on all ranks. Collective."""
     if axis.size == 1:
         return data
-    # the length first: others do not know how much to receive
+    # the length first, since the others do not know how much to receive
     size = torch.tensor([len(data)]).to(device)
     broadcast(size, axis, 0, "control")
     (count,) = read(size, "texts")
@@ -80,18 +80,18 @@ def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:
 
 
 def _gathered(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Returns every rank's bytes, filled up to one size."""
+    """Returns every rank's `data`, padded with zeros to `size` bytes. Collective."""
     row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     return [bytes(row_bytes) for row_bytes in read(gather_rows(row.to(device, non_blocking=True), axis), "texts")]
 
 
 def refuse_shared_devices(device: torch.device) -> None:
-    """Raises `InputError` on all ranks where two have one accelerator, and a backend that refuses it later."""
+    """Raises `InputError` on all ranks if two of them use the same accelerator and the backend (NCCL) forbids that."""
     world = dist.group.WORLD
     if on_host(device) or backend_of(world, device) in (None, "gloo") or backend_of(world, CPU) is None:
         return
     at: dict[str, int] = {}
-    # ranks that NCCL takes for hosts of their own may share a device
+    # ranks with different NCCL_HOSTID may share a device
     mine = [device_uuid(device), os.environ.get("NCCL_HOSTID", "")]
     for rank, (uuid, host) in enumerate(gather_json(mine, everybody(), CPU)):
         if uuid is not None and (first := at.setdefault(f"{uuid} {host}", rank)) != rank:

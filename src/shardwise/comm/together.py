@@ -1,15 +1,16 @@
-"""Batch many small all-gathers into few: rows that several tensors ask of every rank travel as one message.
+"""Batch many small all-gathers into few, by concatenating the rows that several tensors need gathered.
 
-A gathering is a generator: it yields (its row, the axis), is sent the table of all ranks' rows, may ask again, and
-returns the whole. Of those that wait at the same time, rows over one axis travel as one.
+A gathering is a generator that describes how one tensor is unsharded. It yields (this rank's row, axis), is sent the
+table of all ranks' rows, may yield again, and returns the unsharded tensor. Rows of several gatherings that are over
+the same axis are sent in one message.
 
     weight 1   row -- table --> whole              weights 1, 2, 3   rows of bytes, end to end -- table --> wholes
     weight 2   row -- table --> whole
 
-Bytes on the wire: those of the rows, and up to 15 for each. At most `MOST_BYTES` of tables are held beside what comes
-out of them, or the table of one tensor that is larger.
+Bytes on the wire: those of the rows, and up to 15 of padding for each. Besides the results, at most `MOST_BYTES` of
+tables are held, or the table of one larger tensor.
 
-What this does not do: look whether ranks ask for the same, which they must, in the same order.
+What this does not do: check that ranks run the same gatherings in the same order, which they must.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from shardwise.comm.collectives import Axis, broadcast, gather_rows
 # yields (this rank's row (k,), axis), is sent the table (ranks, k) of all rows, ..., and returns its result
 Gathering = Generator[tuple[torch.Tensor, Axis], torch.Tensor, Any]
 MOST_BYTES = 16 * 2**20
-_UNIT = 16  # bytes of the widest dtype, at whose multiples rows begin
+_UNIT = 16  # bytes of the widest dtype; rows begin at multiples of it, so that they can be viewed as any dtype
 
 
 def ready(value: Any) -> Gathering:
-    """Returns a gathering that asks for nothing and comes to `value`."""
+    """Returns a gathering that sends nothing and whose result is `value`."""
     return value
     yield
 
 
 def gathered_alone(gathering: Gathering) -> Any:
-    """Returns the result of one gathering. Collective."""
+    """Runs one gathering and returns its result. Collective."""
     return next(gathered_together([gathering]))
 
 
 def gathered_together(gatherings: Iterable[Gathering]) -> Iterator[Any]:
-    """Yields the results of these gatherings, in order; their messages travel together. Collective."""
+    """Yields the results of `gatherings`, in order; rows of up to `MOST_BYTES` share messages. Collective."""
     begun: list[_Begun] = []
     table_bytes = 0
     for gathering in gatherings:
@@ -53,17 +54,17 @@ def gathered_together(gatherings: Iterable[Gathering]) -> Iterator[Any]:
 
 
 class _Begun:
-    """A gathering that runs: it asks for a table, or has come to a value."""
+    """A running gathering, which waits for a table (`asks`) or has its result (`value`)."""
 
     def __init__(self, gathering: Gathering):
         self.gathering = gathering
-        self.asks: tuple[torch.Tensor, Axis] | None = None  # (row, axis); None: it has come to its value
+        self.asks: tuple[torch.Tensor, Axis] | None = None  # (row, axis) that it yielded; None: `value` is its result
         self.value: Any = None
         self.go_on(None)
         self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size
 
     def go_on(self, table: Any) -> None:
-        """Sends the generator the table that it asked for, and keeps its next row, or its value."""
+        """Sends `table` to the generator (None at first), and stores the next row that it yields, or its result."""
         try:
             self.asks = self.gathering.send(table)
         except StopIteration as end:
@@ -71,9 +72,9 @@ class _Begun:
 
 
 def _finished(begun: list[_Begun]) -> Iterator[Any]:
-    """Yields the values of these gatherings, after as many rounds of messages as they ask for. Collective."""
+    """Runs these gatherings to their end, in rounds of messages, and yields their results. Collective."""
     while waiting := [gathering for gathering in begun if gathering.asks is not None]:
-        # by ranks too: axes of one name may have other ranks; by device: shards may lie on the host
+        # keyed by ranks too, since axes of one name may differ in them, and by device, since shards may be offloaded
         over: dict[tuple[str, tuple[int, ...], torch.device], tuple[Axis, list[_Begun]]] = {}
         for gathering in waiting:
             assert gathering.asks is not None
@@ -107,7 +108,7 @@ def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
 
 
 def broadcast_together(tensors: Sequence[torch.Tensor], axis: Axis, source: int, tag: str) -> None:
-    """Give every rank the axis's `source`-th rank's values of these, in place: a message for each dtype. Collective."""
+    """Overwrites `tensors` on all ranks with those of the axis's `source`-th rank, in one message per dtype."""
     # one buffer has one dtype
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]

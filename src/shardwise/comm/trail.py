@@ -1,13 +1,13 @@
-"""Detect ranks that take different branches: each notes in shared memory what it is about to run, and compares.
+"""Detect ranks that take different branches: each writes to shared memory what it is about to run, and compares.
 
-Each rank writes (position, event) into memory that all ranks of the host have mapped, and looks whether another rank
-wrote a different event at the same position. Nobody waits: of two ranks that differ, the later one sees it, before it
+Each rank writes (position, event) into memory that all ranks of the host have mapped, and checks whether another rank
+wrote a different event at the same position. Nobody waits. Of two ranks that differ, the later one finds it, before it
 enters a collective that would hang, abort, or silently mix two blocks of one size.
 
     rank 0   0 embed   1 block.0   2 block.1   ...
     rank 1   0 embed   1 block.1  <- "rank 1 runs block.1 where rank 0 runs block.0"
 
-What this does not do: compare ranks of different hosts; there the step's control row tells, or the deadline.
+What this does not do: compare ranks of different hosts. There the step's control row, or a timeout, shows it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ _UNITS = (
     "of the loss is left out where a batch has nothing of it, give it as a sum that may be of nothing, in a script "
     "prepared.backward(term.sum() / max(n, 1), mean_over=n) of its own"
 )
-_RING = 4096  # positions kept; ranks are never so far apart
+_RING = 4096  # positions kept of each rank; collectives keep ranks closer than that
 _CONTROL_BITS = 40
 
 
 class Trail:
-    """This rank's trail in memory that its host's ranks share. Made collectively; `events`: names that `mark` takes.
+    """This rank's sequence of events, in memory that the ranks of its host share. Its constructor is collective.
 
-    why  what to tell of ranks that differ: the reason that they may not, and what to do
+    axis    ranks that must run the same events in the same order
+    events  all names that `mark` may be given, in the same order on all ranks
+    why     text of the error: why ranks must not differ, and what to do
     """
 
     def __init__(self, axis: Axis, events: list[str], device: torch.device, why: str = _UNITS):
@@ -55,7 +57,7 @@ class Trail:
             self._share(device)
 
     def _share(self, device: torch.device) -> None:
-        """Map one file for the ranks of this host; its name goes away as soon as all have it open."""
+        """Maps one file for the ranks of this host, and deletes its name when all have mapped it. Collective."""
         host = float(zlib.crc32(socket.gethostname().encode()))
         mine = put([host, float(secrets.randbits(_CONTROL_BITS))], device)
         rows = read(gather_rows(mine, self.axis), "hosts")
@@ -70,19 +72,19 @@ class Trail:
         finally:
             os.close(handle)
         barrier(self.axis)
-        if self.axis.index == together[0]:  # the file's memory lives on as long as somebody has it mapped
+        if self.axis.index == together[0]:  # the memory stays as long as a process has it mapped
             path.unlink()
         barrier(self.axis)
 
     def mark(self, event: str) -> None:
-        """Note the event; raises `RunError` where another rank of the host did something else at this position."""
-        # one rank, or a rehearsal: there is nobody to differ from
+        """Writes the event at the next position; `RunError` if another rank of the host has another one there."""
+        # one rank, or a rehearsal
         if self._table is None:
             return
         self.position += 1
         place, number = self.position % _RING, self.number[event]
         at = 2 * (self.axis.index * _RING + place)
-        self._table[at + 1] = number  # before the position, by which others take the event for this one
+        self._table[at + 1] = number  # written before the position, which makes it valid for other ranks
         self._table[at] = self.position
         for other in self._others:
             at = 2 * (other * _RING + place)
@@ -90,7 +92,7 @@ class Trail:
                 self.refuse(event, other, self.events[self._table[at + 1]])
 
     def refuse(self, event: str, other: int, theirs: str) -> None:
-        """Raises `RunError`: this rank comes to `event` where the other came to `theirs`."""
+        """Raises the `RunError` for this rank at `event` and rank `other` (index on the axis) at `theirs`."""
         raise RunError(
             f"a branch differs between ranks: rank {self.axis.ranks[self.axis.index]} comes to {event} where rank "
             f'{self.axis.ranks[other]} came to {theirs}. {self.why}; if it is random, use randomness="global"'

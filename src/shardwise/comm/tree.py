@@ -1,10 +1,10 @@
-"""Sums over pieces of a batch in one fixed tree (layout/batch_pieces): the same bits whichever rank had which pieces.
+"""Sums over pieces of a batch in a fixed binary tree (layout/batch_pieces), so that bits do not depend on the ranks.
 
     rank 0   pieces 0..3  -> partial sums of the tree's nodes within 0..3   \\  all-to-all: each rank gets its N-th
     rank 1   pieces 4..7  -> partial sums of the tree's nodes within 4..7   /  of every partial sum, and adds them up
 
-A piece without samples adds nothing. Bytes on the wire: (N-1)/N P for each node that a rank holds, one where the
-number of pieces is a power of two times the ranks and nothing is accumulated.
+A piece without samples adds nothing. Bytes on the wire: (N-1)/N P for each node that a rank holds, which is a single
+one if the number of pieces is a power of two times the ranks and nothing is accumulated.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shardwise.layout.batch_pieces import BatchPieces, Run, middle, sibling
 
 
 class TreeSum:
-    """Partial sums of one tensor over nodes of the tree; two siblings become their parent as soon as both are there."""
+    """Partial sums of one tensor over nodes of the tree of `count` pieces; two siblings are added up at once."""
 
     def __init__(self, count: int):
         self.count = count
         self.parts: dict[Run, torch.Tensor] = {}  # node [low, high) -> the sum over its pieces
 
     def add(self, low: int, high: int, value: torch.Tensor) -> None:
-        """Add the sum over pieces `low` to `high` - 1, which may be written to from here on."""
+        """Adds `value`, the sum over pieces [low, high), a node of the tree. It may be written into from here on."""
         self.parts[low, high] = value
         neighbour = sibling(low, high, self.count)
         while neighbour is not None and neighbour[0] in self.parts:
@@ -39,7 +39,7 @@ class TreeSum:
             neighbour = sibling(low, high, self.count)
 
     def value(self, low: int, high: int) -> torch.Tensor | None:
-        """Returns the sum over [low, high), a node of the tree; None where no piece of it was added."""
+        """Returns the sum over pieces [low, high), a node of the tree; None if no piece of it was added."""
         if (low, high) in self.parts or high - low == 1:
             return self.parts.get((low, high))
         part = middle(low, high)
@@ -50,9 +50,10 @@ class TreeSum:
 
 
 class FixedOrder:
-    """Sums of a step over pieces of the batch, in one tree, by key (of a bucket, a unit); collective when read.
+    """A step's sums over pieces of the batch, in the fixed tree, one for each key (a bucket's index, a unit).
 
-    leaf   the piece that is running, and whether it is the rank's `last` in the step
+    pieces  how the batch is split into pieces;  axis  of the data ranks
+    leaf    index of the piece that is running;  last  whether it is this rank's last one in the step
     """
 
     def __init__(self, pieces: BatchPieces, axis: Axis):
@@ -62,19 +63,19 @@ class FixedOrder:
         self._sums: dict[Hashable, TreeSum] = {}
 
     def begin(self, leaf: int, *, last: bool) -> None:
-        """Name the piece that runs next, before its forward."""
+        """Called before a piece's forward; sets `leaf` and `last`."""
         self.leaf, self.last = leaf, last
 
     def start_step(self) -> None:
-        """Drop all sums."""
+        """Drops all sums of the last step."""
         self._sums.clear()
 
     def add(self, key: Hashable, value: torch.Tensor) -> None:
-        """Add the running piece's tensor, flat, of a size that the ranks divide; the caller gives it away."""
+        """Adds the running piece's tensor, flat, of a size divisible by the ranks, which may be written into."""
         self._sum(key).add(self.leaf, self.leaf + 1, value)
 
     def add_rows(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor | None:
-        """Adds every rank's running piece, row by row; with the last piece returns the sum over all, else None."""
+        """Adds every rank's running piece, `rows` (ranks, n); returns the sum over all pieces if `last`, else None."""
         for rank, row in enumerate(rows):
             leaf = self.leaf + (rank - self.axis.index) * self.pieces.per_rank
             self._sum(key).add(leaf, leaf + 1, row)
@@ -84,7 +85,7 @@ class FixedOrder:
         return self._sums.setdefault(key, TreeSum(self.pieces.count))
 
     def shard(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's 1/N of the elements of the sum over all pieces. Collective.
+        """Returns this rank's slice, 1/N of the elements, of the sum over all pieces; drops the sum. Collective.
 
         like   a tensor of the size and dtype of those that were added; it is not read
         """
@@ -93,7 +94,7 @@ class FixedOrder:
         if ranks == 1:
             return positive(mine.value(0, self.pieces.count), like)
         runs = [self.pieces.runs(rank) for rank in range(ranks)]
-        # ranks have unequal numbers of nodes, and messages of one size: what is left over stays zero, and is not read
+        # ranks have unequal numbers of nodes but send equal sizes, so unused rows stay zero and are not read
         sent = like.new_zeros(ranks, max(map(len, runs)), like.numel() // ranks)
         for place, run in enumerate(runs[self.axis.index]):
             value = mine.value(*run)
@@ -109,7 +110,7 @@ class FixedOrder:
         return positive(whole.value(0, self.pieces.count), like)
 
     def whole(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all pieces, on every rank. Collective."""
+        """Returns the sum over all pieces, unsharded, on every rank; drops it. `like` as of `shard`. Collective."""
         shard = self.shard(key, like)
         if self.axis.size == 1:
             return shard
@@ -118,7 +119,7 @@ class FixedOrder:
         return full
 
     def finish_step(self) -> None:
-        """Raises `RunError` where a sum was begun and never came to its end."""
+        """Raises `RunError` if some sum has pieces but was not read in this step."""
         if self._sums:
             raise RunError(
                 "deterministic: a unit of zero=3 had gradients in some pieces of the batch and none in the last one, "
@@ -127,7 +128,10 @@ class FixedOrder:
 
 
 def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the value with 0 for each -0, since adding empty pieces turns -0 into 0; zeros where it is None."""
+    """Returns `value` with each -0 replaced by 0, in place; zeros like `like` if it is None.
+
+    Adding zeros for empty pieces would turn -0 into 0 on some numbers of ranks only.
+    """
     if value is None:
         assert like is not None
         return torch.zeros_like(like)
@@ -135,24 +139,27 @@ def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> to
 
 
 class ReduceInOrder:
-    """FSDP2's reduce-scatter of one unit: zeros until the step's last piece, then the sum over all of them."""
+    """Replacement of FSDP2's reduce-scatter of one unit: gives zeros until the step's last piece, then the sum."""
 
     def __init__(self, order: FixedOrder):
         self.order = order
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a new tensor without values."""
+        """Returns a new uninitialised tensor, as FSDP2 asks of such an object."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Deal the unit's gradients of every rank's piece; only the step's last piece leaves a sum that is not zero."""
+        """Writes this rank's shard of the unit's summed gradients, or zeros before the last piece, to `output_tensor`.
+
+        input_tensor  this rank's unsharded gradients of the running piece, flat
+        """
         ranks = self.order.axis.size
         rows = torch.empty_like(input_tensor).view(ranks, -1)
         all_to_all(rows, input_tensor.view(ranks, -1), [1] * ranks, [1] * ranks, self.order.axis, "gradients")
         total = self.order.add_rows(self, rows)
-        if total is None:  # FSDP2 accumulates what comes out over micro-batches: zeros change nothing
+        if total is None:  # FSDP2 accumulates the outputs over micro-batches, to which zeros add nothing
             output_tensor.zero_()
         else:
             output_tensor.copy_(total)

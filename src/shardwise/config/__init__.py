@@ -1,4 +1,4 @@
-"""Configurations: strict TOML, `extends`, `--set`, every mistake told at once, every value's source known."""
+"""Configurations: strict TOML, `extends`, `--set`; all mistakes are reported together, and every value has a source."""
 
 from shardwise.config.effective import Effective, load
 from shardwise.config.schema import BUILTINS, Config

@@ -1,7 +1,7 @@
-"""`load`: one checked `Effective` configuration from files, `--set` and the options of a command or of `train`.
+"""`load` makes one checked `Effective` configuration from files, `--set`, and options of a command or of `train`.
 
-Weakest first: defaults, the file it extends, the file, the doors' own options (`--plan`, `--steps`), `--set`.
-All mistakes are raised together in one `InputError`, each with its source, key, value and what was expected.
+A later source overrides an earlier one: defaults, the file that is extended, the file, options (`--plan`, `--steps`),
+`--set`. All mistakes are raised in one `InputError`, each with its source, key, value and what was expected.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardwise.layout.plan import Plan
 from shardwise.task_files import which_task
 
 DEFAULT = "default"
-TOP = ("extends", "plan")  # keys above the first section
-FEW = 20  # keys that a message lists
+TOP = ("extends", "plan")  # keys that stand above the first section
+FEW = 20  # at most so many keys are listed in a message
 EXPECTED = {
     "optimizer.betas": "expected two numbers, each at least 0 and below 1",
     "train.profile_steps": "expected first:last, such as 10:12",
@@ -47,51 +47,51 @@ NO_TASK = (
 )
 
 
-SCALING = {"optimizer.scale_lr", "optimizer.base_batch"}  # these leave a task its own optimizer
+SCALING = {"optimizer.scale_lr", "optimizer.base_batch"}  # keys of [optimizer] that do not replace a task's optimizer
 
 
 @dataclass(frozen=True)
 class Effective:
-    """The configuration in force. `sources` tells where each key that was set came from."""
+    """The configuration in force."""
 
     config: Config
     plan: Plan
-    sources: dict[str, str]
-    notes: tuple[str, ...] = ()  # keys that a stronger source left without effect
+    sources: dict[str, str]  # dotted key that was set -> a file, an option, such as "--set"
+    notes: tuple[str, ...] = ()  # notices for the user, such as on keys that a later source left without effect
 
     @property
     def builtin(self) -> bool:
-        """Whether the task is one of shardwise's own."""
+        """Whether the task is a built-in one."""
         return self.config.task.name in BUILTINS
 
     @property
     def own_optimizer(self) -> bool:
-        """Whether the task's own optimizer runs: a user's task, of [optimizer] at most its learning rate scaled."""
+        """Whether the task's own optimizer is used: the task is the user's, and no key but `SCALING` is set."""
         keys = {key for key in self.sources if key.startswith("optimizer.")}
         return not self.builtin and keys <= SCALING
 
     def source(self, key: str) -> str:
-        """Returns where the key's value came from: a file, an option, or `default`."""
+        """Returns where the key's value came from: a file, an option, or "default"."""
         return self.sources.get(key, DEFAULT)
 
     def is_set(self, key: str) -> bool:
-        """Whether any source set the key."""
+        """Whether any source set the dotted key."""
         return key in self.sources
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: Sequence[Given] = ()) -> Effective:
-    """Returns the checked configuration; `InputError` holds every mistake.
+    """Returns the checked configuration; `InputError` that lists every mistake.
 
-    path       a TOML file, or None
-    overrides  `key=value` texts of `--set`
-    values     what the door was told by options of its own
+    path       a TOML file; None: defaults
+    overrides  "key=value" of each `--set`
+    values     values of a command's other options, or of `train`'s arguments
     """
     problems: list[str] = []
     items = from_file(Path(path), problems) if path is not None else []
-    # values of a broken file are missing, and checking the rest would report these too
+    # after a broken file only its mistakes are raised, since its missing values would be reported too
     broken_file = bool(problems)
     items += values
-    # --set is the strongest, but must not silently win over an option that says otherwise
+    # a key that is set by --set and by an option is a mistake
     items += _not_twice(values, from_overrides(overrides, problems), problems)
     if broken_file:
         _raise(problems)
@@ -100,7 +100,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     config, notes, items = _validate(items, problems)
     _raise(problems)
     assert config is not None
-    # the built-in text task is trained then, which the user may not expect
+    # without a task the built-in text task is trained, which the user may not expect
     if not any(key.startswith("task.") for key in _sources(items)):
         notes.append(NO_TASK)
     return Effective(config, plan, _sources(items) | plan_sources, tuple(notes))
@@ -111,7 +111,7 @@ def _in_plan(item: Given) -> bool:
 
 
 def _not_twice(values: Sequence[Given], overrides: list[Given], problems: list[str]) -> list[Given]:
-    """Returns the overrides; a key that an option of the command sets too becomes a problem."""
+    """Returns `overrides`; adds a problem for each key that is in `values` too."""
     sources = {value.key: value.source for value in values}
     for item in overrides:
         if item.key in sources:
@@ -131,10 +131,14 @@ def _sources(items: list[Given]) -> dict[str, str]:
 
 
 def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
-    """Returns (checked sections or None, notes, values without those that a stronger source made idle)."""
+    """Returns (checked configuration, notes, the values that have an effect); mistakes go into `problems`.
+
+    The configuration is None if a value has a wrong type. Values that a later source left without effect are dropped,
+    with a note.
+    """
     config = _parse(items, problems)
     notes: list[str] = []
-    while config is not None and (idle := _overruled(config, items)):  # without these, others may be idle too
+    while config is not None and (idle := _overruled(config, items)):  # dropping some may leave others without effect
         notes += idle.values()
         items = [item for item in items if item.key not in idle]
         config = _parse(items, problems)
@@ -143,7 +147,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
     sources = _sources(items)
     named_in = sources.get("task.name", DEFAULT)
     inconsistent = _inconsistent(config, Path(named_in) if named_in.endswith(".toml") else None)
-    nameless = "task.name" in dict(inconsistent)  # which keys the task reads is not known
+    nameless = "task.name" in dict(inconsistent)  # then it is not known which keys the task reads
     unused = without_effect(config, set(sources))
     unused = {key: why for key, why in unused.items() if not (nameless and why.decided_by == "task.name")}
     for key, item in {item.key: item for item in items}.items():
@@ -157,7 +161,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
 
 
 def _parse(items: list[Given], problems: list[str]) -> Config | None:
-    """Returns the checked sections; None, with each mistake in `problems`, where any value is wrong."""
+    """Returns the checked configuration; None if a value is wrong, with each mistake in `problems`."""
     sources = _sources(items)
     name = {item.key: item.value for item in items}.get("task.name", next(iter(BUILTINS)))
     try:
@@ -171,13 +175,13 @@ def _parse(items: list[Given], problems: list[str]) -> Config | None:
 
 
 def _overruled(config: Config, items: list[Given]) -> dict[str, str]:
-    """Returns notes by key that a stronger source leaves without effect (`--set schedule.name=constant`)."""
+    """Returns {key: note} for keys that a later source leaves without effect (by `--set schedule.name=constant`)."""
     sources = _sources(items)
     strength = {source: place for place, source in enumerate(dict.fromkeys(item.source for item in items))}
     notes = {}
     for key, (reason, decided_by) in without_effect(config, set(sources)).items():
         mine, other = sources.get(key), sources.get(decided_by)
-        one_line = (mine or "").startswith("--") and (other or "").startswith("--")  # of a command: a mistake
+        one_line = (mine or "").startswith("--") and (other or "").startswith("--")  # on one command line: a mistake
         if mine and other and strength[other] > strength[mine] and not one_line:
             notes[key] = f"{mine}: {key} has no effect: {reason} ({decided_by} from {other})"
     return notes
@@ -190,7 +194,7 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
 
 
 def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
-    """Returns the values as nested dicts, by the parts of their dotted keys; mistakes go into `problems`."""
+    """Returns the values as nested dicts, from their dotted keys; mistakes go into `problems`."""
     tree: dict[str, Any] = {}
     for item in items:
         *tables, leaf = item.key.split(".")
@@ -208,13 +212,13 @@ def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
 
 
 def _source_below(key: str, sources: dict[str, str]) -> str:
-    """Returns the source of a key, or of the first key in the table of that name."""
+    """Returns the source of a key, or of the last key in the table of that name; "default" if neither was set."""
     below = [source for name, source in sources.items() if name == key or name.startswith(key + ".")]
     return below[-1] if below else DEFAULT
 
 
 def _expected(key: str, mistake: dict[str, Any]) -> str:
-    """Returns what was expected in a value's place, as text, for one of pydantic's `mistake`s."""
+    """Returns a text on what was expected for `key`; `mistake`: an entry of pydantic's `ValidationError.errors()`."""
     if mistake["type"] == "extra_forbidden":
         return "unknown key" + _nearest(key, mistake["input"])
     if mistake["type"] == "model_type":
@@ -230,19 +234,19 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
 
 
 def _nearest(key: str, value: Any) -> str:
-    """Returns a hint, as text, at the key that was meant: a similar one in the same table, else in another.
+    """Returns a text on the key that was probably meant by an unknown one; "" without any idea.
 
-    value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
+    value   of the unknown key; a table of one key if a dot was typed in place of "_" (`checkpoint.every`)
     """
     table, _, leaf = key.rpartition(".")
     by_leaf: dict[str, str] = {}
     for name in keys():
         its_table, _, its_leaf = name.rpartition(".")
-        # several tables have a key of this name: the one of the table in which the user wrote it is meant
+        # several tables may have a key of this name: prefer the table in which the user wrote it
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
-    # most specific first: a dot for an underscore, another library's word, a misplaced key, then spelling
+    # in order: a dot for an underscore, another library's name, a misplaced key, a misspelling
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
     if (other := key_of(leaf)) is not None:
@@ -260,7 +264,10 @@ def _nearest(key: str, value: Any) -> str:
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Returns every dotted key of the configuration and of the plan, tables among them."""
+    """Returns every dotted key of the configuration and of the plan, with tables.
+
+    model, prefix   for recursion: the section and its dotted name with a final dot
+    """
     names = [] if prefix else [*TOP, *(f"plan.{name}" for name in plans.KNOWN)]
     for name, field in model.model_fields.items():
         names.append(prefix + name)
@@ -277,22 +284,25 @@ def _at(config: Config, key: str) -> Any:
 
 
 def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str]]:
-    """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
+    """Returns (key, problem) for values that contradict each other.
+
+    from_toml   the configuration file that names the task; None: it is named elsewhere
+    """
     task, optimizer, train = config.task, config.optimizer, config.train
     problems = _inconsistent_model(task.name, task.model)
-    # built in, a folder, or "file:name"
+    # a task is a built-in one, a folder, or "file:name"
     named = task.name in BUILTINS or is_folder(task.name) or all(task.name.rpartition(":"))
     if not named or "::" in task.name:
         problems.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
-    # in a file that is found elsewhere a task is named by where it was
+    # a configuration that was moved may name a file at its old place
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:
         near = did_you_mean(Path(file).name, sorted(path.name for path in from_toml.parent.glob("*.py")))
         moved = f"; where it was moved or renamed: --set task.name=FILE.py:{task.name.rpartition(':')[2]}"
         problems.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}{moved}"))
     if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
         problems.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
-    # scale_lr multiplies lr by batch / base_batch
+    # scale_lr computes batch / base_batch
     if optimizer.scale_lr != "none" and optimizer.base_batch is None:
         text = f"is not set: optimizer.scale_lr = {optimizer.scale_lr} needs the batch that lr was chosen for"
         problems.append(("optimizer.base_batch", text))
@@ -300,16 +310,16 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
 
 
 def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
-    """Returns (key, problem) of sizes of [task.model] that do not divide each other."""
+    """Returns (key, problem) for sizes of [task.model] that do not divide each other; `task`: name of the task."""
     problems = []
     if model.hidden and model.heads and model.hidden % model.heads:
         problems.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))
-    # rotary positions turn pairs of each head's elements
+    # rotary positions rotate pairs of each head's elements
     elif task == "text" and model.hidden and model.heads and model.hidden // model.heads % 2:
         problems.append(("task.model.hidden", f"expected an even width for each of {model.heads} heads"))
     if model.kv_heads and model.heads and model.heads % model.kv_heads:
         problems.append(("task.model.kv_heads", f"expected a divisor of task.model.heads = {model.heads}"))
-    # the digits task has pictures of 8 x 8
+    # the digits are images of 8 x 8 pixels
     if model.patch and 8 % model.patch:
         problems.append(("task.model.patch", "expected a divisor of 8, the width of the digits"))
     return problems

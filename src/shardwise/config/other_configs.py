@@ -1,8 +1,8 @@
-"""Read a plan out of a configuration of DeepSpeed or Accelerate: what is said is translated, all else is told by key.
+"""Translates a configuration of DeepSpeed or Accelerate into a plan and settings, with a sentence on each key.
 
-    ds_config.json, accelerate's .yaml --> keys, flat --> a row of `ROWS` for each --> plan, settings, sentences
+    ds_config.json, accelerate's .yaml --> dotted keys --> the function in `ROWS` of each --> plan, settings, sentences
 
-A key without a row has a sentence too: the plan has no counterpart, so nothing is left out in silence.
+A key without such a function has no counterpart in the plan and gets a sentence too, so nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -22,34 +22,39 @@ JOB = "of the job, not of the plan: `shardwise launch` asks for it"
 AUTO = "auto: another library fills it in; give its value here"
 LINEAR = "the warm-up is linear, from 0"
 WARMUP = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000}
-DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {  # DeepSpeed's, where ours are others, by section and type
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {  # section -> type -> DeepSpeed's defaults that differ from ours
     "optimizer": {"adam": {"weight_decay": 0.0}, "adamw": {"weight_decay": 0.0}},
     "scheduler": {"warmuplr": WARMUP, "warmupdecaylr": WARMUP, "warmupcosinelr": {"warmup_num_steps": 1000}},
 }
+# section of Accelerate's file -> the distributed_type for which Accelerate reads it
 SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 
 
 @dataclass
 class Translation:
-    """A configuration read from elsewhere: fields of a plan, settings of a run (`--set`), a sentence for each key.
+    """The translation of a file, filled in key by key; `finished` makes the plan of it.
 
-    ranks      of the run, where anything tells; machines of it
-    sharding   0 to 3: which state data ranks shard; hybrid: inside a machine alone
+    ranks        ranks of the run; None: not known
+    machines     hosts of the run
+    sharding     ZeRO stage over data ranks, 0 to 3
+    plan         field of a plan -> value; settings: key of the configuration -> value (`--set`)
+    micro_batch  samples of a micro-batch on a device; None: not given
+    told         (key of the file, sentence on how it was translated)
     """
 
     ranks: int | None = None
     machines: int = 1
     sharding: int = 0
-    hybrid: int = 0  # ranks of a shard group, 0: all
+    hybrid: int = 0  # ranks of a shard group; 0: all data ranks
     plan: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
-    peak_lr: float | None = None  # of a schedule that sets the rate itself, whatever the optimizer's is
-    type_is_adam: bool = False  # the optimizer's in the file
+    peak_lr: float | None = None  # learning rate that a schedule sets itself, overriding the optimizer's; None: none
+    type_is_adam: bool = False  # whether the optimizer's type in the file is Adam
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
-        """Returns the plan, and completes `settings`; `InputError` where ranks are told nowhere, or do not divide."""
+        """Returns the plan, and completes `settings`; `InputError` if ranks are unknown or not divided by degrees."""
         if self.ranks is None:
             raise InputError("the file does not say how many ranks there are: give --ranks")
         others = 1
@@ -59,14 +64,14 @@ class Translation:
         if rest:
             raise InputError(f"{self.ranks} ranks are not a multiple of {others}, of tp, pp and cp together")
         values = dict(self.plan)
-        # what says degrees of its own is not dealt again
+        # the file may give the data degrees itself
         if "dp_shard" not in values and "dp_replicate" not in values:
             values |= self._data_ranks(data)
         plan = Plan.from_dict(values)
-        # DeepSpeed's schedule sets the rate itself, whatever the optimizer's was
+        # DeepSpeed's schedule overrides the optimizer's learning rate
         if self.peak_lr is not None:
             self.settings["optimizer.lr"] = self.peak_lr
-        # without a batch per device no accumulation follows
+        # without a micro-batch size `accumulate` cannot be derived
         if self.micro_batch is None:
             return plan
         at_once = self.micro_batch * plan.data_ranks
@@ -74,7 +79,7 @@ class Translation:
         return Plan.from_dict(values | {"accumulate": self.plan.get("accumulate", max(1, whole // at_once))})
 
     def _data_ranks(self, data: int) -> dict[str, Any]:
-        """Returns the plan's keys for `data` ranks, sharded as the file says; `InputError` if that does not divide."""
+        """Returns {field of the plan: value} for `data` data ranks; `InputError` if shard groups do not divide them."""
         if self.sharding == 0 or data == 1:
             return {"dp_replicate": data}
         shard = self.hybrid or data
@@ -83,11 +88,11 @@ class Translation:
         return {"dp_replicate": data // shard, "dp_shard": shard, "zero": self.sharding}
 
 
-Row = Callable[[Translation, Any], str]
+Row = Callable[[Translation, Any], str]  # (translation to fill in, value of a key) -> sentence on the key
 
 
 def _field(name: str) -> Row:
-    """Returns a row for a key that is a whole number of the plan's `name`."""
+    """Returns a function for `ROWS` that sets the plan's field `name` to the value as an int."""
 
     def row(made: Translation, value: Any) -> str:
         made.plan[name] = int(value)
@@ -97,7 +102,7 @@ def _field(name: str) -> Row:
 
 
 def _setting(name: str, kind: Callable[[Any], Any] = float) -> Row:
-    """Returns a row for a key that is the run's setting `name`, read by `kind`."""
+    """Returns a function for `ROWS` that sets the configuration key `name` to `kind(value)`."""
 
     def row(made: Translation, value: Any) -> str:
         made.settings[name] = kind(value)
@@ -124,7 +129,7 @@ def _stage(made: Translation, value: Any) -> str:
 
 
 def _precision(name: str) -> Row:
-    """Returns a row for a key that switches this precision on."""
+    """Returns a function for `ROWS` that sets the plan's precision to `name` if the value is true."""
 
     def row(made: Translation, value: Any) -> str:
         if value is True:
@@ -135,7 +140,7 @@ def _precision(name: str) -> Row:
 
 
 def _mixed(made: Translation, value: Any) -> str:
-    """Set the plan's precision by Accelerate's `mixed_precision`; returns the key's sentence."""
+    """Sets the plan's precision from Accelerate's `mixed_precision`; returns the sentence on the key."""
     if str(value) in ("no", "None", "False"):
         return "precision=fp32, the default"
     if str(value) == "fp8":
@@ -151,7 +156,7 @@ def _offload(made: Translation, value: Any) -> str:
 
 
 def _offload_weights(made: Translation, value: Any) -> str:
-    """Move weights as DeepSpeed's `offload_param` says; returns the key's sentence."""
+    """Sets the plan's offload of parameters from DeepSpeed's `offload_param`; returns the sentence on the key."""
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
     told = _moved(made, "parameters")
@@ -177,18 +182,18 @@ def _hybrid(made: Translation, value: Any) -> str:
 
 
 def _optimizer(made: Translation, value: Any) -> str:
-    """Set the optimizer's name; returns the key's sentence."""
+    """Sets optimizer.name from DeepSpeed's type; returns the sentence on the key."""
     name = str(value).lower().removeprefix("onebit").removeprefix("fused").removeprefix("cpu")
     if name not in ("adam", "adamw", "sgd", "adagrad", "rmsprop"):
         return f"{value} is none of shardwise's by name: give it as the task's optimizer"
-    # DeepSpeed's Adam decays weights as AdamW does unless it is told otherwise
+    # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false
     made.type_is_adam = name == "adam"
     made.settings["optimizer.name"] = "adamw" if name == "adam" else name
     return f"--set optimizer.name={made.settings['optimizer.name']}"
 
 
 def _schedule(made: Translation, value: Any) -> str:
-    """Set the schedule's name by DeepSpeed's; returns the key's sentence."""
+    """Sets schedule.name from DeepSpeed's type; returns the sentence on the key."""
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if value not in kinds:
         return f"{value} is none of constant, linear, cosine and wsd: give the nearest as schedule.name"
@@ -202,7 +207,7 @@ def _peak(made: Translation, value: Any) -> str:
 
 
 def _decoupled(made: Translation, value: Any) -> str:
-    """Set Adam's kind of decay; returns the key's sentence. DeepSpeed asks it of Adam alone, not of AdamW."""
+    """Sets optimizer adam if adam_w_mode is false, which DeepSpeed reads for Adam alone; returns the sentence."""
     if value is False and made.type_is_adam:
         made.settings["optimizer.name"] = "adam"
     return f"--set optimizer.name={made.settings.get('optimizer.name', 'adamw')}"
@@ -214,7 +219,7 @@ def _distributed_optimizer(made: Translation, value: Any) -> str:
 
 
 def _distributed(made: Translation, value: Any) -> str:
-    """Take Accelerate's distributed_type over into `made`; returns the sentence on that key."""
+    """Sets ranks and sharding from Accelerate's `distributed_type`; returns the sentence on the key."""
     if value == "NO":
         made.ranks = made.ranks or 1
         return "one process"
@@ -228,15 +233,14 @@ def _distributed(made: Translation, value: Any) -> str:
 
 
 def _strategy(made: Translation, value: Any) -> str:
-    """Set `made.sharding` by FSDP's strategy, a name or its number; returns the key's sentence."""
+    """Sets the sharding from FSDP's strategy, a name or its number (from 1); returns the sentence on the key."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    # FSDP's strategies may be numbers, which count from 1
     name = names[int(value) - 1] if str(value).isdigit() and 1 <= int(value) <= len(names) else str(value)
     kinds = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
     if name not in kinds:
         return f"{value}: {NONE}"
     made.sharding = kinds[name]
-    # hybrid: shards within a machine, replicas over them
+    # hybrid: state is sharded within a machine and replicated over machines
     if name.startswith("HYBRID") and made.ranks:
         made.hybrid = made.ranks // made.machines
     return f"zero={kinds[name]}" if kinds[name] else "dp_replicate"
@@ -255,7 +259,10 @@ def _wrap(made: Translation, value: Any) -> str:
 
 
 def _true(name: str, value_if: Any, otherwise: str) -> Row:
-    """Returns a row for a key that, if true, sets the plan's `name` to `value_if`."""
+    """Returns a function for `ROWS` that sets the plan's field `name` to `value_if` if the value is true.
+
+    otherwise   sentence on the key if it is false
+    """
 
     def row(made: Translation, value: Any) -> str:
         if str(value).lower() in ("true", "1"):
@@ -325,7 +332,7 @@ ROWS: dict[str, Row] = {
     "wall_clock_breakdown": _sentence("--profile-steps 10:12 tells where a step goes"),
     "flops_profiler.enabled": _sentence("FLOPs are counted in every run"),
 }  # fmt: skip
-GROUPS = {  # of keys without a row of their own, by how they begin
+GROUPS = {  # beginning of keys that are not in `ROWS` -> sentence on them
     ZERO: OURS, FSDP: OURS, "fp16.": "the loss scale is dynamic, and grows and shrinks as torch's does",
     "bf16.": OURS, "optimizer.params.": NONE, "scheduler.params.": NONE, "activation_checkpointing.":
     "remat=full or remat=selective computes activations again", "communication_data_type": "reduce_dtype",
@@ -334,17 +341,17 @@ GROUPS = {  # of keys without a row of their own, by how they begin
 
 
 def read(path: Path, ranks: int | None = None) -> Translation:
-    """Returns the translation of a file; `InputError` where it is none of DeepSpeed's or Accelerate's.
+    """Returns the translation of a file; `InputError` if it is no configuration of DeepSpeed or Accelerate.
 
-    ranks  of the run, whatever the file says; None: as it says
+    ranks   number of ranks, in place of the file's; None: the file's
     """
     made = Translation(ranks)
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
-    # a default of theirs that is other than ours is as much asked for as what the file says
+    # DeepSpeed's defaults that differ from ours are translated as if the file gave them
     unsaid = dict(_unsaid(values))
-    # ranks and machines first, and the optimizer's type: others are told by them
+    # ranks, machines and the optimizer's type come first, since other keys depend on them
     first = ("num_processes", "num_machines", "distributed_type", "optimizer.type", "deepspeed_config.optimizer.type")
     rows = sorted([*_flat(values), *unsaid.items()], key=lambda row: row[0] not in first)
     for key, value in rows:
@@ -352,7 +359,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
         if kind is not None and values.get("distributed_type", kind) != kind:
             made.told.append((key, f"Accelerate reads it where distributed_type is {kind}: left out"))
             continue
-        # Accelerate may keep DeepSpeed's part in a file of its own, which then decides
+        # Accelerate may refer to a file of DeepSpeed, whose values override those read so far
         if key.endswith("deepspeed_config_file"):
             if not (path.parent / str(value)).is_file():
                 raise InputError(f"--from {path}: {key} names {value}, which is not beside it: put it there")
@@ -369,7 +376,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
 
 
 def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of what a file leaves to DeepSpeed's defaults, where ours are others."""
+    """Yields (dotted key, value) of DeepSpeed's defaults for keys that the file lacks, if ours differ."""
     for section, kinds in DEFAULTS.items():
         said = values.get(section)
         if isinstance(said, dict):
@@ -379,7 +386,7 @@ def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _translated(made: Translation, key: str, value: Any) -> str:
-    """Take one key of the file over into `made`; returns a sentence on what came of it; `InputError` if wrong."""
+    """Translates one key of the file into `made`; returns the sentence on it; `InputError` for a wrong value."""
     if value == "auto":
         return AUTO
     if value is None:
@@ -394,7 +401,7 @@ def _translated(made: Translation, key: str, value: Any) -> str:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Returns the keys and values of a JSON or YAML file; `InputError` where it is neither."""
+    """Returns the mapping in a JSON or YAML file; `InputError` if it is neither or no mapping."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -409,7 +416,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Returns what a YAML text holds; `ValueError` for a wrong one, `InputError` without PyYAML."""
+    """Returns the value of a YAML text; `ValueError` if it is no YAML, `InputError` if PyYAML is not installed."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -421,7 +428,7 @@ def _yaml(text: str) -> Any:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of everything that is no mapping."""
+    """Yields (dotted key, value) of each leaf of nested mappings; `prefix`: put before each key."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

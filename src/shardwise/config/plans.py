@@ -1,4 +1,4 @@
-"""Merge the `[plan]` section (a table or a text) from several sources, checked key by key, every mistake told."""
+"""Merges the `[plan]` section (a table or a text) from several sources, and checks it key by key."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ KNOWN = tuple(field.name for field in fields(Plan))
 
 
 def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
-    """Returns (plan, source of each key); a text replaces all that came before, a table adds to it.
+    """Returns (plan, {"plan.KEY": source}) from values of the keys "plan" and "plan.KEY".
 
-    What is wrong is left out of the plan, and told in `problems`.
+    A later value overrides an earlier one; "plan" (a text, a file) replaces all keys that came before. Wrong values are
+    left out of the plan, and mistakes added to `problems`.
     """
     values: dict[str, Given] = {}
     for item in items:
-        # "plan = ..." as a whole takes the place of what weaker sources said of it
         if item.key == "plan":
             values = {setting.key: setting for setting in _from_text(item, problems)}
         else:
@@ -37,10 +37,9 @@ def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, 
 
 
 def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
-    """Yields the keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
+    """Yields a `Given` for each key of a plan's text (`dp_shard=2,zero=3`), file, mapping, or of a `Plan`."""
     text = mapping_in(item.value)
     if isinstance(text, Mapping):
-        # text in braces is a mapping, as commands hand it on
         yield from (Given(f"plan.{key}", value, item.source) for key, value in text.items())
     elif isinstance(text, Plan):
         for key, value in text.as_dict().items():
@@ -48,16 +47,16 @@ def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
     elif not isinstance(text, str):
         expected = "expected a table, or text such as dp_shard=2,zero=3"
         problems.append(problem(item.source, "plan", text, expected))
-    # relative to the file that names it
+    # the path of a plan file is relative to the file that names it
     elif text.strip().endswith(".toml"):
         yield from _from_plan_file(item.folder / at_home(text.strip()), problems)
-    # one process: no key at all
+    # "single" is one process, with no key
     elif text.strip() not in ("", "single"):
         yield from _from_pairs(text, item.source, problems)
 
 
 def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
-    """Yields the keys of a plan's own file, or of the `[plan]` section of a configuration."""
+    """Yields a `Given` for each key of a plan file, or of the `[plan]` section of a configuration file."""
     found = from_file(path, problems)
     if any(item.key.startswith("plan.") for item in found):
         found = [item for item in found if item.key.startswith("plan.")]
@@ -69,7 +68,7 @@ def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
 def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
     """Yields a `Given` for each "key=value" of a plan's text; mistakes go into `problems`."""
     missing = missing_comma(text)
-    # "dp_shard=2 zero=3": without the comma all of it would be one value
+    # "dp_shard=2 zero=3" would be read as one value
     if missing is not None:
         problems.append(problem(source, "plan", text, missing))
         return
@@ -78,7 +77,6 @@ def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             problems.append(problem(source, "plan", text, no_pair(part.strip(), text)))
-        # the second would win silently
         elif key in seen:
             problems.append(problem(source, "plan", text, f"{key} is given twice"))
         else:
@@ -87,7 +85,7 @@ def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """Returns the value that the text stands for; the text itself where that fails, for `_complaint` to report."""
+    """Returns the value of a key in a plan's text; the text itself if it is wrong, which `_complaint` reports."""
     try:
         return getattr(Plan.parse(f"{key}={text}"), key)
     except InputError:
@@ -95,7 +93,7 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _complaint(key: str, value: Any) -> str | None:
-    """Returns what is wrong with a key of a plan or its value; None where nothing is."""
+    """Returns what is wrong with a key of a plan or its value, as text; None if nothing is."""
     if key not in KNOWN:
         return f"unknown key{nearest_key(key, str(value))}"
     expected = _expected(key, value)
@@ -108,8 +106,8 @@ def _complaint(key: str, value: Any) -> str | None:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Returns the expected type of the key's value, as text; None where the value has it."""
-    # bool is an int in Python: zero=true is no stage
+    """Returns a text on what the key expects; None if the value has the expected type."""
+    # bool is an int in Python, but zero=true is wrong
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in DEGREES and not (whole and value >= 1):
         return "expected a whole number of at least 1"

@@ -1,7 +1,7 @@
-"""The sections and keys of a configuration, as pydantic models; `without_effect`: keys that would not be used.
+"""The sections and keys of a configuration, as pydantic models, and which keys a configuration does not use.
 
-`without_effect` is the other half of the schema: the keys that a given configuration would not use, with the
-reason. A key that is set and has no effect is an error, so nothing is read and ignored.
+`without_effect` finds the keys that a given configuration would not use, with the reason. A key that is set and
+has no effect is an error, so that nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-# the built-in tasks, as a task of one's own is named; each takes its [task] section
+# name of a built-in task -> "module:function", which makes it from the [task] section
 BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
-FOLDER = "shardwise.hf.folder_task:folder_task"  # of a checkpoint folder that is named as the task
-PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
-NAME = r"^[\w][\w.-]{0,99}$"  # of a run: a part of its folder's name
+FOLDER = "shardwise.hf.folder_task:folder_task"  # makes the task of a checkpoint folder that is given as the task
+PATHS = ("task.files", "task.tokenizer")  # keys whose values are paths, which are made absolute
+NAME = r"^[\w][\w.-]{0,99}$"  # pattern of a run's name, which is part of its folder's name
 UNITS = {"k": 1024, "M": 1024**2}
 
-# what each optimizer reads besides lr
+# name of an optimizer -> keys of [optimizer] that it reads besides lr
 _ADAM = ("weight_decay", "betas", "eps")
 OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
     "adamw": _ADAM,
@@ -32,7 +32,7 @@ OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
     "sgd": ("weight_decay", "momentum"),
 }
 
-# the defaults of a builtin task, in place of the schema's
+# name of a built-in task -> section -> defaults in place of the schema's
 BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
     "text": {
         "task": {"seq_len": 256, "model": {"layers": 4, "hidden": 128, "heads": 4}},
@@ -46,7 +46,10 @@ BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def count(value: Any) -> Any:
-    """Returns a text's number: "64k" is 64 * 1024, "2M" 2 * 1024 * 1024; `ValueError` for others. No text: as it is."""
+    """Returns a text such as "64k" (64 * 1024) or "2M" (2 * 1024 * 1024) as an int; any other type unchanged.
+
+    Raises `ValueError` for other texts.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+) ?([kM])", value.strip())
@@ -59,12 +62,12 @@ Count = Annotated[int, BeforeValidator(count)]
 
 
 def _one_or_more(value: Any) -> Any:
-    """Returns a list of words: of one text those between commas, anything else as it is."""
+    """Splits a str at commas into a list of words; returns any other value unchanged."""
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 def _renaming(value: str) -> str:
-    """Returns `pattern=replacement` as it is; `ValueError` where the pattern is no regular expression."""
+    """Returns "pattern=replacement" unchanged; `ValueError` if the pattern is no regular expression."""
     try:
         re.compile(value.partition("=")[0])
     except re.error as error:
@@ -73,12 +76,12 @@ def _renaming(value: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Returns a list: of one path (which may hold commas) as [path], anything else as it is."""
+    """Wraps a single path (a str, not split at commas) in a list; returns any other value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 class Section(BaseModel):
-    """Base of the sections: an unknown key or a value of another type is an error."""
+    """The base class of all sections, in which an unknown key or a value of a wrong type is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -290,7 +293,7 @@ class TrainSection(Section):
     )
 
 
-# keys that may be others when a run goes on, without a word: nothing that is trained depends on them
+# keys on which training does not depend, so a resumed run has no notice if they changed
 NOT_TRAINED = re.compile(
     r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|"
     r"check_replicas|device|workers)"
@@ -298,7 +301,7 @@ NOT_TRAINED = re.compile(
 
 
 class Config(Section):
-    """A whole configuration but for `[plan]`, which is `shardwise.Plan`."""
+    """A configuration without `[plan]`, which is a `shardwise.Plan`."""
 
     task: TaskSection = Field(default=TaskSection())
     lora: LoraSection = Field(default=LoraSection())
@@ -308,14 +311,14 @@ class Config(Section):
 
 
 class Unused(NamedTuple):
-    """Why a key has no effect, and the key that decided so."""
+    """The reason why a key has no effect, and the key whose value is that reason."""
 
     reason: str
     decided_by: str
 
 
 def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
-    """Returns {key that this configuration does not use: why}. `set_keys`: the keys that were set."""
+    """Returns {dotted key that this configuration does not use: why}; `set_keys`: the keys that were set."""
     by_task = _task_without_effect(config.task.name)
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")
@@ -332,7 +335,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
         unused[key] = Unused("the constant schedule does not decay", "schedule.name")
     for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
         unused[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
-    if train.checkpoint_every is not None:  # steps take the place of minutes
+    if train.checkpoint_every is not None:  # steps are used instead of minutes
         unused["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
     if train.checkpoint_every == 0:
         for key in ("train.checkpoint_keep", "train.checkpoint_background"):
@@ -342,7 +345,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     if train.eval_every == 0:
         for key in ("train.eval_samples", "train.keep_best"):
             unused[key] = Unused("train.eval_every is 0", "train.eval_every")
-    # of two keys for one thing, a set one makes the other's default void; both set is a mistake of either
+    # of two alternative keys, the one that is set makes the other unused; setting both is a mistake
     for key, other in EXCLUSIVE:
         if {key, other} <= set_keys:
             unused[key] = Unused(f"{other} is set too: give one of them", other)
@@ -362,13 +365,12 @@ _DECAY = ("schedule.final_factor", "schedule.decay_fraction", "schedule.decay_st
 
 
 def is_folder(name: str) -> bool:
-    """Whether a task is named by a checkpoint folder of transformers."""
+    """Whether a task's name is the path of a checkpoint folder of transformers."""
     return (Path(name) / "config.json").is_file()
 
 
 def _task_without_effect(name: str) -> dict[str, str]:
-    """Returns {key: why this task does not read it}."""
-    # the text task reads all but what belongs to pictures
+    """Returns {dotted key: why the task of this name does not read it}."""
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
     only_text = {
@@ -382,7 +384,6 @@ def _task_without_effect(name: str) -> dict[str, str]:
         kept = ("task.seq_len", "task.files", "task.tokenizer")
         sizes = {f"task.model.{key}": "the folder's model has its own sizes" for key in ModelSizes.model_fields}
         return {key: why for key, why in only_text.items() if key not in kept} | sizes
-    # the digits task has no text, but a model with sizes
     if name == "digits":
         return only_text | {"task.model.kv_heads": "only the text model groups its heads"}
     own = "the model of your own task has its sizes in its code"

@@ -1,7 +1,7 @@
-"""Read values and where they come from: TOML files with `extends`, `--set key=value`, options of a command.
+"""Reads values with their sources: TOML files with `extends`, `--set key=value`, options of a command.
 
-Everything becomes a list of `Given` (dotted key, value, source), weakest first; mistakes go to a list of
-problems, one line each, so that all of them can be told at once.
+Everything becomes a list of `Given` (dotted key, value, source), in which later entries override earlier ones.
+Mistakes are added to a list of problems, one line each, so that all of them can be reported at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TABLES = (*SECTIONS, "task.model")
 
 
 class Given(NamedTuple):
-    """One value that was set: its dotted key, its source, and the folder for paths in it."""
+    """One value that was set: its dotted key, value, source (a file, an option) and folder."""
 
     key: str
     value: Any
@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
 
 def problem(source: str, key: str, value: Any, text: str) -> str:
-    """Returns a line such as `base.toml: train.steps = "ten": expected a whole number`."""
+    """Returns a line on a mistake, such as `base.toml: train.steps = "ten": expected a whole number`."""
     return f"{source}: {key} = {shorten(to_toml(value))}: {text}"
 
 
@@ -50,14 +50,14 @@ def to_toml(value: Any) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Returns the text, its middle left out where it is longer than `width`."""
+    """Returns the text, shortened in its middle to at most `width` characters."""
     return text if len(text) <= width else text[: width - 20] + " ... " + text[-15:]
 
 
 def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Given]:
-    """Returns the values of a TOML file, those of the file it extends first; mistakes go into `problems`.
+    """Returns the values of a TOML file after those of the file it extends; mistakes go into `problems`.
 
-    seen  files that extend this one, outermost first
+    seen   files that extend this one, the outermost first, to find circles
     """
     data = _read(path, problems, seen)
     base = data.pop("extends", None)
@@ -70,12 +70,12 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def located(item: Given) -> Given:
-    """Returns a `Given` whose paths are absolute, from the folder of the file that has them; `~` is the home folder."""
+    """Returns the value with `~` expanded and paths made absolute, relative to the folder of its source."""
     if isinstance(item.value, str):
         item = item._replace(value=at_home(item.value))
     elif isinstance(item.value, list):
         item = item._replace(value=[at_home(word) if isinstance(word, str) else word for word in item.value])
-    if item.key == "task.name":  # a name, or a path of which only the file's part is relative
+    if item.key == "task.name":  # a name, or "file.py:name", of which only the file is a path
         return _beside(item)
     if item.key not in PATHS:
         return item
@@ -86,7 +86,7 @@ def located(item: Given) -> Given:
 
 
 def _beside(item: Given) -> Given:
-    """Returns the value with the path of a task's .py file that lies beside the configuration; others unchanged."""
+    """Returns a task's name with the absolute path of its .py file if that is beside the configuration; else as is."""
     if not isinstance(item.value, str) or item.folder == Path():
         return item
     file, colon, task = item.value.rpartition(":")
@@ -95,9 +95,12 @@ def _beside(item: Given) -> Given:
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns a TOML file's tables, {} with a problem noted. `seen`: files that extend this one, to find a circle."""
+    """Returns a TOML file's tables; {} with a problem added if it cannot be read.
+
+    seen   files that extend this one; if `path` is among them, that is a problem
+    """
     extended_by = f" (which {seen[-1]} extends)" if seen else ""
-    if os.path.realpath(path) in map(os.path.realpath, seen):  # a link to itself is told below
+    if os.path.realpath(path) in map(os.path.realpath, seen):
         chain = " -> ".join(str(p) for p in (*seen, path))
         problems.append(f"{seen[-1]}: extends goes in a circle: {chain}")
         return {}
@@ -115,7 +118,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
 
 
 def _other_than_toml(path: Path) -> str:
-    """Returns the end of a message that says what a file that is no TOML looks like (YAML, JSON); "" where unknown."""
+    """Returns a remark on what a file that is no TOML looks like (YAML, JSON), to end a message; "" if unknown."""
     lines = [line.partition("#")[0].rstrip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     if any(re.fullmatch(r"[\w.-]+:(\s.*)?", line) for line in lines):
         return "; it looks like YAML: a section is [train], a key steps = 3 (shardwise config --starter)"
@@ -132,12 +135,12 @@ def _nearby(path: Path) -> str:
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> list[Given]:
-    """Returns the values of nested tables, one `Given` for each leaf."""
+    """Returns the values of nested tables, one `Given` for each leaf; `source`, `folder`: of all of them."""
     return [Given(key, value, source, folder) for key, value in _leaves(table)]
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of a table; an empty table is a value, unless it is a section's."""
+    """Yields (dotted key, value) of each leaf of a table; an empty table is a leaf, unless it is a section."""
     for key, value in table.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and (value or dotted in TABLES):
@@ -147,16 +150,19 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]:
-    """Returns values of `--set key=value`, read as TOML, or as text of one bare word; mistakes go into `problems`."""
+    """Returns the values of "key=value" texts of `--set`; mistakes go into `problems`.
+
+    A value is read as TOML, a bare word as text.
+    """
     items: list[Given] = []
     for text in overrides:
         key, equals, value = (piece.strip() for piece in text.partition("="))
         if not key or not equals or not value:
             problems.append(f"--set {shorten(text)}: expected key=value, such as optimizer.lr=3e-4")
-        # "a..b" would be a key with an empty name, of which the schema could say nothing
+        # "a..b": a key with an empty part would give an obscure error of the schema
         elif not all(key.split(".")):
             problems.append(f"--set {shorten(text)}: {key!r} has an empty part between its dots")
-        # twice within --set: neither is stronger
+        # it is unclear which of two --set of one key holds
         elif key in [item.key for item in items]:
             problems.append(f"--set {shorten(text)}: {key} is set twice")
         else:
@@ -165,7 +171,7 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]
 
 
 def _append_override(items: list[Given], problems: list[str], key: str, text: str) -> None:
-    """Add the values of one `--set`, of a table each of its keys, to `items`; a mistake to `problems`."""
+    """Adds the value of one `--set` to `items`, one entry for each key if it is a table; a mistake to `problems`."""
     try:
         value = _value(text)
     except ValueError as error:
@@ -173,7 +179,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
         return
     table = {key: value} if not isinstance(value, Mapping) else {f"{key}.{k}": v for k, v in value.items()}
     given = from_table(table, "--set")
-    # a table's keys may be set one by one before it
+    # keys of the table may have been set before
     if twice := {item.key for item in given} & {item.key for item in items}:
         problems.append(f"--set {key}={shorten(text)}: {', '.join(sorted(twice))} is set twice")
         return
@@ -181,13 +187,16 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the value of a text read as TOML; the text itself for a bare word or a date; `ValueError` if broken."""
+    """Returns the value of a text read as TOML; the text itself for a bare word or a date.
+
+    Raises `ValueError` for a text that begins like a TOML value but is none.
+    """
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text):  # a list of bare words, as shells leave one
             return [word.strip() for word in text[1:-1].split(",")]
-        # it was meant as TOML: taken as a bare word, a missing quote would pass
+        # it was meant as TOML; as a bare word, a missing quote would pass unnoticed
         if text[0] in "\"'[{":
             raise ValueError(f"is not a TOML value: {error}") from None
         return text

@@ -1,6 +1,6 @@
-"""A commented starter file; the effective configuration with sources. Of a plan's keys: layout/plan.
+"""Writes a commented starter file, and the effective configuration with sources, as TOML.
 
-Both are TOML that `load` reads again; what has no effect is commented out, since `load` refuses it when set.
+`load` can read both; keys without effect are commented out, since `load` refuses them if they are set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STARTER_HEAD = """\
 
 
 def starter() -> str:
-    """Returns a commented file with every section, key, meaning and default."""
+    """Returns the text of a starter file, with every section and, in comments, every key, default and meaning."""
     lines = [STARTER_HEAD]
     config = _with_defaults("text")
     for name, section in config:
@@ -57,7 +57,7 @@ def _starter_section(name: str, section: BaseModel) -> list[str]:
 
 
 def _starter_plan() -> list[str]:
-    """Returns the plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
+    """Returns the lines of the section [plan], each key commented out with its default and meaning."""
     lines = [_line("[plan]", "how it is spread; the world size is the product of its degrees, without ep")]
     values = Plan().as_dict(defaults=True)
     lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in TOLD.items()]
@@ -68,11 +68,11 @@ def show(effective: Effective) -> str:
     """Returns the effective configuration as TOML, each line ending with its source."""
     idle = without_effect(effective.config, set(effective.sources))
     unused = {key: why.reason for key, why in idle.items()}
-    # the task brings an optimizer of its own: a key that is set here replaces it
+    # the task's own optimizer is used, so keys of [optimizer] have no effect unless they are set
     if effective.own_optimizer:
         own = "the task's own optimizer runs; set any key of [optimizer] but scale_lr to replace it"
         keys = {f"optimizer.{key}" for key in type(effective.config.optimizer).model_fields}
-        # scaling the rate with the batch works on a task's own optimizer as well
+        # scale_lr also scales a task's own optimizer
         unused |= {key: own for key in keys if key not in SCALING or not effective.is_set("optimizer.scale_lr")}
     lines = []
     for name, section in effective.config:
@@ -83,12 +83,15 @@ def show(effective: Effective) -> str:
 
 
 def _section(name: str, section: BaseModel, effective: Effective, unused: dict[str, str]) -> Iterator[str]:
-    """Yields the lines of a section in force, each value with its source, unused keys commented out."""
+    """Yields the lines of a section, each value with its source.
+
+    unused   dotted key -> why it has no effect; these keys are commented out
+    """
     tables = []
     yield f"[{name}]"
     for key in type(section).model_fields:
         dotted, value = f"{name}.{key}", getattr(section, key)
-        # in TOML a table inside ends the keys of the one around: it comes after them
+        # in TOML a subtable must come after the keys of its table
         if isinstance(value, Section):
             tables.append((dotted, value))
         elif dotted in unused:

@@ -1,4 +1,4 @@
-"""Time and messages of a decoder's layer, embedding and head on one rank (by kernels). Bytes held: costs/memory.
+"""Seconds and messages of a decoder's layer, embedding and head on one rank. Bytes held: costs/memory.
 
 For T tokens on a rank, tensor degree t, width h:
 
@@ -9,8 +9,8 @@ For T tokens on a rank, tensor degree t, width h:
                    down         (T, f/t) x (f/t, h)
     between them   norms, rotary, activation, dropout, residuals: bytes over memory bandwidth
 
-Communication of tensor, sequence, context and expert parallelism is returned beside it as (op, bytes) so that whoever
-composes decides what hides behind what. Sources: Korthikanti et al. 2022 (tensor and sequence), Liu et al. 2023
+Messages of tensor, sequence, context and expert parallelism are returned beside the seconds, and the simulator decides
+which of them overlap with compute. Sources: Korthikanti et al. 2022 (tensor and sequence), Liu et al. 2023
 (ring), Jacobs et al. 2023 (Ulysses).
 """
 
@@ -31,28 +31,29 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, handled_bytes
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
-# Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
-# them, as their traces have it (tests/forecast/test_costs.py): there an RMSNorm is eight operations in float32
+# Bytes moved for each bf16 element: (forward, backward) of fused kernels, (forward, backward) op by op as in modules of
+# transformers, counted in their traces (tests/forecast/test_costs.py): there an RMSNorm is eight operations in float32
 MOVED = {
     "layer_norm": ((4, 6), (4, 6)),
     "rms_norm": ((4, 6), (36, 96)),
     "residual": ((6, 6), (6, 6)),
     "dropout": ((1, 1), (5, 5)),
-    "shared_input": ((0, 0), (0, 6)),  # of one more product that reads a tensor: its gradient is added
+    "shared_input": ((0, 0), (0, 6)),  # for each further product that reads a tensor: its gradient is added
     "gated": ((6, 10), (10, 18)),
     "activation": ((4, 6), (4, 6)),
     "rotary": ((4, 4), (20, 32)),
-    "repeated": ((2, 2), (2, 2)),  # keys and values for each head of queries that reads them: written; summed
+    "repeated": ((2, 2), (2, 2)),  # copies of keys and values for each query head: written; summed
 }
-HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
-LAYER_OPS = (38, 71)  # that the host starts in a layer's forward and backward: transformers' Llama, as a trace has them
-CASTS = (8, 4)  # more of them where products are in FP8: inputs and weights, gradients of outputs
+HOST_US = 10.0  # microseconds in which eager PyTorch starts an op on a GPU (assumed)
+LAYER_OPS = (38, 71)  # ops that the host starts in a layer's (forward, backward): a trace of transformers' Llama
+CASTS = (8, 4)  # further ops if products are in FP8: casts of (inputs and weights, gradients of outputs)
 
 
 def host_seconds(device: Device, software: Software) -> float:
-    """Returns the seconds that the host takes to start one op of an eager module; 0 where the host computes itself.
+    """Returns the host's seconds to start one op of an eager module; 0 if the device is a CPU.
 
-    The device computes behind it, so this bounds the time of many ops from below. Fused ones are fewer.
+    The device runs behind the host, so many ops take at least this time each. Fused software starts fewer ops, which
+    is counted as less time for each.
     """
     if device.kind == "cpu":
         return 0.0
@@ -62,12 +63,15 @@ def host_seconds(device: Device, software: Software) -> float:
 
 @dataclass
 class BlockTimes:
-    """Seconds of compute of a layer, an embedding or a head for one micro-batch, its messages, the host's seconds."""
+    """Seconds and messages of a layer, an embedding or a head for one micro-batch on one rank.
+
+    host  seconds that the host takes to start the kernels
+    """
 
     forward: float = 0.0
-    backward_input: float = 0.0  # of gradients of what came in
-    backward_weight: float = 0.0  # of gradients of the weights
-    recompute: float = 0.0  # of the forward that runs again in backward
+    backward_input: float = 0.0  # gradients of inputs
+    backward_weight: float = 0.0  # gradients of weights
+    recompute: float = 0.0  # the part of forward that runs again in backward
     attention_forward: float = 0.0  # contained in `forward`
     attention_backward: float = 0.0
     forward_messages: list[Message] = field(default_factory=list)
@@ -94,6 +98,7 @@ class BlockCosts:
         attention, products = self._attention(), self._products()
         kinds = self._norms(), self._feed_forward_stream(), self._casts(), self._reorders()
         streams = [sum(kind) for kind in zip(*kinds, strict=True)]
+        # no layer is faster than the host starts its ops
         least = [ops * self.kernels.host_s for ops in self.started]
         forward = max(products[0] + attention[0] + streams[0], least[0])
         backward_input = max(products[1] + attention[1] + streams[1], least[1] - products[2])
@@ -109,18 +114,18 @@ class BlockCosts:
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
-        """Returns (seconds, messages) of what full recompute runs again of a layer.
+        """Returns (seconds, messages) of the part of a layer that full recompute runs again.
 
-        forward, messages  seconds and messages of the whole forward
+        forward, messages  seconds and messages of the layer's complete forward
         """
         s, lay = self.shape, self.layout
-        early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
-        # all of the forward runs again: nothing ends early, or experts' weights come after their last product
+        early = self.software.stops_early and not s.dropout  # dropout keeps a mask after the last product
+        # all of forward runs again if the software does not stop early, or weighs rows after experts' last product
         if not early or (s.experts and not self.software.weighs_first):
             return forward, list(messages)
         again, product = list(messages), self.kernels.layer_product
         ends: list[tuple[float, float, float]]
-        # run up to the last product: neither that is run again, nor the message after it (rows do not come back)
+        # recompute ends before the last product, so neither that product nor the message after it runs again
         if s.experts:
             rows, local, over = self._expert_rows()
             ends, sent = [(rows, s.hidden, s.ffn / over)] * round(local), [m for m in messages if m.axis == "ep"][:1]
@@ -133,10 +138,10 @@ class BlockCosts:
         return forward - sum(product(*end) for end in ends), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
-        """Returns seconds of what the software's selective policy recomputes in a layer.
+        """Returns seconds of what `software.selective` recomputes in a layer.
 
-        attention  seconds, as `_attention` returns them
-        streams    seconds of the forward's elementwise operations
+        attention  as `_attention` returns it
+        streams    seconds of elementwise operations in forward
         """
         if self.software.selective == "attention":
             return attention[2]
@@ -151,7 +156,7 @@ class BlockCosts:
             forward = sum(n * product(rows, wide, deep) for rows, wide, deep, n, _ in self._feed_forward())
             return self._norms()[0] + self._feed_forward_stream()[0] + forward
         again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
-        if self.software.selective == "products":  # in the order of a layer: of q, k, v, o, gate, up, down
+        if self.software.selective == "products":  # k, o and up of q, k, v, o, gate, up, down
             s, t, rows = self.shape, self.layout.tp, self.layout.tokens
             third = (s.ffn / t, s.hidden) if s.gated else (s.hidden, s.ffn / t)
             keys, out = (math.ceil(s.kv_heads / t) * s.head_dim, s.hidden), (s.hidden, s.heads_of(t) * s.value_width)
@@ -162,14 +167,14 @@ class BlockCosts:
 
     @property
     def started(self) -> tuple[int, int]:
-        """Returns the ops that the host starts in a layer's (forward, backward): a lower bound on their time."""
+        """Returns the number of ops that the host starts in a layer's (forward, backward)."""
         more = CASTS if self.software.fp8 else (0, 0)
         return LAYER_OPS[0] + more[0], LAYER_OPS[1] + more[1]
 
     # --- products
 
     def _products(self) -> tuple[float, float, float]:
-        """Returns seconds of all matrix products: (forward, gradient of the input, gradient of the weights)."""
+        """Returns seconds of a layer's matrix products: (forward, gradients of inputs, gradients of weights)."""
         tokens = self.layout.tokens
         out = [0.0, 0.0, 0.0]
 
@@ -187,37 +192,37 @@ class BlockCosts:
         return out[0], out[1], out[2]
 
     def _feed_forward(self) -> list[tuple[float, float, float, float, bool]]:
-        """Returns the products of the feed-forward, or of router and experts: (rows, wide, deep, how many, whether data
-        ranks share their weights)."""
+        """Returns the matrix products of the feed-forward, or of router and experts.
+        Each is (rows, out features, in features, number of them, whether several data ranks have these weights)."""
         s, lay, t, tokens = self.shape, self.layout, self.layout.tp, self.layout.tokens
         up = (2 if s.gated else 1) * s.ffn
         if not s.experts:
             return [(tokens, up / t, s.hidden, 1, True), (tokens, s.hidden, s.ffn / t, 1, True)]
         rows, local, over = self._expert_rows()
-        # experts that no other data rank has are neither gathered nor reduced
+        # weights of experts that no other data rank has are neither gathered nor reduced
         shared = lay.ep < lay.shard_ranks or not lay.sharded.weights
         found: list[tuple[float, float, float, float, bool]] = [(tokens, s.experts, s.hidden, 1, True)]
         found += [(rows, up / over, s.hidden, local, shared), (rows, s.hidden, s.ffn / over, local, shared)]
-        if s.shared_experts:  # side by side, one feed-forward as wide as all of them
+        if s.shared_experts:  # computed as one feed-forward as wide as all of them together
             beside = s.shared_experts / t
             found += [(tokens, beside * up, s.hidden, 1, True), (tokens, s.hidden, beside * s.ffn, 1, True)]
         return found
 
     def _expert_rows(self) -> tuple[float, float, int]:
-        """Returns (rows of each local expert, balanced; experts on this rank; ranks that each is cut over)."""
+        """Returns (tokens of each local expert under balanced load, experts on this rank, ranks that shard each)."""
         s, lay = self.shape, self.layout
         rows = lay.tokens * s.top_k * lay.ep / s.experts
         over = 1 if lay.ep > 1 else lay.tp
         return rows / lay.tp if lay.ep > 1 and lay.sp else rows, max(1.0, s.experts / lay.ep), over
 
     def _handled(self, weights: float) -> float:
-        """Returns the seconds that a micro-batch spends on `weights` weights beside their products."""
+        """Returns the seconds of gradient sums and ZeRO-3's copies for `weights` weights in a micro-batch."""
         return weights * handled_bytes(self.software, self.layout) / self.kernels.bandwidth
 
     # --- attention
 
     def _attention(self) -> tuple[float, float, float]:
-        """Returns seconds of attention without its projections: (forward, backward, selective recompute)."""
+        """Returns seconds of attention without its projections: (forward, backward, its part of the recompute)."""
         s, lay = self.shape, self.layout
         heads = s.heads_of(lay.tp * lay.ulysses)
         queries, keys = lay.seq / lay.cp, lay.seq
@@ -225,7 +230,7 @@ class BlockCosts:
             forward, backward = self._unfused(lay.micro_batch * heads, queries, keys)
             return forward, backward, forward
         rope = self._rotary()
-        if self.merges:  # as many blocks as ranks, each of a causal one's FLOPs
+        if self.merges:  # balanced causal work: each of cp blocks has the FLOPs of a causal block
             launches = (each * (int(lay.cp) - 1) for each in LAUNCHES[self.software.ring])
             joined = map(self._stream, merged_bytes(s, lay, self.software), launches)
             forward, backward = (
@@ -237,7 +242,7 @@ class BlockCosts:
         return forward + rope[0], backward + rope[1], forward
 
     def _fused(self, heads: float, queries: float, keys: float, *, backward: bool) -> float:
-        """Returns seconds of a fused kernel in the mean layer: some layers may see a window of positions only."""
+        """Returns seconds of a fused attention kernel, the mean over layers with and without a window."""
         s, lay = self.shape, self.layout
         wide = s.attention_width / s.heads
 
@@ -252,11 +257,11 @@ class BlockCosts:
 
     @property
     def merges(self) -> bool:
-        """Whether attention runs around a ring of cp whose blocks' outputs are merged by operations of their own."""
+        """Whether attention runs around a ring of cp and merges its blocks' outputs by separate kernels."""
         return self.layout.cp > 1 and self.software.ring in LAUNCHES and self.kernels.device.kind != "cpu"
 
     def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
-        """Returns seconds of (forward, backward) of attention that writes its scores: products, softmax, dropout."""
+        """Returns seconds (forward, backward) of attention that writes its scores; `rows`: samples times heads."""
         scores = rows * queries * keys
         d = self.shape.attention_width / self.shape.heads
         into, out_of = self.kernels.batched(rows, queries, keys, d), self.kernels.batched(rows, queries, d, keys)
@@ -287,14 +292,14 @@ class BlockCosts:
             norm: s.norms * whole + latent + heads,
             "residual": 2 * whole,
             "dropout": 2 * whole if s.dropout else 0.0,
-            # queries, keys, values; gate and up; all of them where one norm is for both
+            # products that read one norm's output, less one: q, k, v; gate, up; all of them if one norm feeds both
             "shared_input": ((1 if s.kv_latent else 2) + s.gated + (s.norms == 1)) * whole,
         })  # fmt: skip
         more = 2 * (bool(latent) + bool(heads))
         return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
 
     def _rotary(self) -> tuple[float, float]:
-        """Returns seconds (forward, backward) of rotary embeddings, and of repeating keys and values for heads."""
+        """Returns seconds (forward, backward) of rotary embeddings, and of copying keys and values for query heads."""
         s, lay = self.shape, self.layout
         turned = 0.0 if s.learned_positions else s.query_width + s.kv_heads * s.head_dim
         copied = s.query_width + s.output_width if self.software.repeats_keys and s.kv_heads < s.heads else 0.0
@@ -305,7 +310,7 @@ class BlockCosts:
         return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
-        """Returns seconds (forward, backward) of the activation, and of moving rows to their experts and back."""
+        """Returns seconds (forward, backward) of the activation, and of copies of tokens for their experts and back."""
         s, lay, soft = self.shape, self.layout, self.software
         routed = moves.routed_bytes(s, lay, soft) * (1.0 if soft.fused else EAGER)
         more = zip(self._activated(), moves.bias_bytes(s, lay, soft), moves.routing_kernels(s, soft), strict=True)
@@ -313,7 +318,7 @@ class BlockCosts:
         return forward, backward
 
     def _activated(self) -> tuple[float, float]:
-        """Returns seconds (forward, backward) of the activation, and of clamping what it reads."""
+        """Returns seconds (forward, backward) of the activation, and of clamping its inputs if the model does."""
         s, lay, soft = self.shape, self.layout, self.software
         copies = (0 if soft.joins_experts else max(1, s.top_k)) + s.shared_experts if s.experts else 1
         forward, backward = self._moved({"gated" if s.gated else "activation": lay.tokens * copies * s.ffn / lay.tp})
@@ -321,19 +326,19 @@ class BlockCosts:
         return self._stream(forward + clamped[0], 1), self._stream(backward + clamped[1], 2)
 
     def _reorders(self) -> tuple[float, float]:
-        """Returns seconds (forward, backward) of copies around tp's messages with sp: of shares, or sums."""
+        """Returns seconds (forward, backward) of copies before and after tp's collectives with sp; zeros without."""
         s, lay, soft = self.shape, self.layout, self.software
         whole = lay.tokens * s.hidden * ACT_BYTES
         if not (lay.sp and lay.tp > 1 and soft.reorders):
             return 0.0, 0.0
-        # each rank's part of a sum is written by itself, and all of them are added
+        # a reduce-scatter in pieces writes each rank's part of the sum by itself, then adds all of them
         if soft.overlap_tp and soft.dtensors:
             added = self._stream(2 * (1 + 1 / lay.tp) * whole, 2)
             return added, added
-        # one sample: what the ranks send lies in order end to end
+        # with one sample the gathered parts lie in order already
         if lay.micro_batch == 1:
             return 0.0, 0.0
-        # gathers and scatters of two products; in backward also what weights' gradients read, where that was not kept
+        # gathers and scatters of two products; in backward also inputs gathered again for gradients of weights
         gathered, again = whole * soft.bits / 16, 0 if soft.dtensors else 2
         return (
             self._stream(2 * (2 * gathered + 2 * whole), 4),
@@ -352,9 +357,9 @@ class BlockCosts:
         pairs = [*s.projections(lay.tp), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
         apart = s.shared_experts if s.experts else 1
         rows = [lay.tokens] * (len(pairs) - 2) + [lay.tokens * apart] * 2
-        # weights are cast once a step: a micro-batch bears its part of that
+        # weights are cast once in a step, of which a micro-batch bears its share
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
-        # a routed layer's two products see each token as often as it has experts
+        # a layer of experts casts each token for each of its experts
         taken, given = moves.cast_elements(s, lay, self.software)
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + taken + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True)) + given
@@ -366,20 +371,20 @@ class BlockCosts:
     # --- communication
 
     def _messages(self) -> tuple[list[Message], list[Message]]:
-        """Returns the collectives of one layer on one micro-batch (in its forward, in its backward)."""
+        """Returns the collectives of one layer on one micro-batch: (in forward, in backward)."""
         s, lay = self.shape, self.layout
         whole = lay.tokens * s.hidden * ACT_BYTES
-        gathered = whole * self.software.bits / 16  # what a narrow product reads is cast before it is gathered
+        gathered = whole * self.software.bits / 16  # inputs of FP8 products are cast before the gather
         forward: list[Message] = []
         backward: list[Message] = []
         overlapped = self.software.overlap_tp
-        # what is read is gathered norm by norm, and summed in backward; what is added to the stream is summed
+        # sp gathers after each norm (a sum in backward), and sums what is added to the stream
         read, added = s.norms, 1 if s.parallel and self.software.one_sum else 2
         if lay.tp > 1 and lay.sp:
             gather = Message("all_gather", "tp", gathered, overlapped)
             scatter = Message("reduce_scatter", "tp", whole, overlapped)
             forward += [gather] * read + [scatter] * added
-            # the gather of the saved input for the weights' gradient runs beside the input's gradient
+            # gathering the saved input for gradients of weights runs beside gradients of inputs
             backward += [gather] * added + [scatter] * read
             backward += [Message("all_gather", "tp", gathered, True)] * (0 if self.software.dtensors else read)
         elif lay.tp > 1:
@@ -394,7 +399,7 @@ class BlockCosts:
             qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES
             forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
-        # rows go to their experts, and their results come back
+        # tokens go to their experts, and the results come back
         if s.experts and lay.ep > 1:
             routed = moves.routed_rows(s, lay) * s.hidden * ACT_BYTES
             forward += [Message("all_to_all", "ep", routed)] * 2
@@ -404,7 +409,7 @@ class BlockCosts:
     # --- the two ends
 
     def joined(self) -> BlockTimes:
-        """Returns the times of the two norms and the matrix in front of a layer that predicts further ahead."""
+        """Returns the times of two norms and the joining matrix before a layer that predicts further tokens."""
         s, tokens = self.shape, self.layout.tokens
         k, wide = self.kernels, s.hidden / self.layout.tp
         forward, backward = self._moved({"layer_norm" if s.layer_norm else "rms_norm": 2 * tokens * s.hidden})
@@ -415,7 +420,7 @@ class BlockCosts:
         )
 
     def embedding(self) -> BlockTimes:
-        """Returns the times of the embedding: a gather of rows, and a scatter into float32 in backward."""
+        """Returns the times of the embedding: a lookup, and a scatter-add into float32 in backward."""
         lay = self.layout
         moved = lay.tokens * self.shape.hidden * ACT_BYTES
         table = self._handled(self.shape.vocab * self.shape.hidden / lay.tp)
@@ -425,7 +430,7 @@ class BlockCosts:
         return times
 
     def head(self) -> BlockTimes:
-        """Returns the times of the last norm, output matrix and cross-entropy over logits cut along the vocabulary."""
+        """Returns the times of the output matrix and of cross-entropy over logits that tp cuts along the vocabulary."""
         s, lay, k = self.shape, self.layout, self.kernels
         tokens, vocab = lay.tokens, s.vocab / lay.tp
         logits = tokens * vocab
@@ -436,6 +441,7 @@ class BlockCosts:
             k.product(vocab, s.hidden, tokens, accumulate=self.software.accumulates) + self._handled(vocab * s.hidden),
         )
         if lay.tp > 1:
+            # the loss over a sharded vocabulary all-reduces three numbers a token: maximum, sum, picked logit
             whole = tokens * s.hidden * ACT_BYTES
             times.forward_messages = [Message("all_gather", "tp", whole)] if lay.sp else []
             times.backward_messages = [Message("reduce_scatter" if lay.sp else "all_reduce", "tp", whole)]

@@ -1,10 +1,10 @@
-"""Bytes and seconds of state that rests by a code (`optimizer_state=`, `masters=`), as tiers/narrow codes it.
+"""Bytes of optimizer state and masters that are encoded between steps (`optimizer_state=`, `masters=`; tiers/narrow).
 
-    rests    bf16 2 bytes an element, 8bit 1 + 4 / 256; of split masters 2 + 1 / 8 beside the weights
-    a step   decodes a sub-group's state at a time: the largest parameter's, or 64 MB, is there in full beside the rest
-    time     what is read and written to decode and code it, at the memory's rate, beside the update's own
+    at rest  bf16 2 bytes an element, 8bit 1 + 4 / 256; split masters 2 + 1 / 8, besides the weights that hold the rest
+    a step   decodes the state of one sub-group at a time, which is the largest parameter or 64 MB
+    time     bytes read and written to decode and encode, at the memory's rate, in addition to the update itself
 
-What this does not do: count what a code computes. On a processor that takes longer than its bytes.
+What this does not do: count the arithmetic of a code, which on a processor takes longer than its bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.layout.offload import SUBGROUP_BYTES, SUBGROUPS
 
-CODED = {"bf16": 2.0, "8bit": 1 + 4 / 256}
-SPLIT = 2 + 1 / 8
+CODED = {"bf16": 2.0, "8bit": 1 + 4 / 256}  # optimizer_state -> bytes of an element at rest
+SPLIT = 2 + 1 / 8  # bytes of a split master at rest
 
 
 def resting(states: States, layout: Layout, coded: float | None = None) -> States:
-    """Returns `states` with the bytes of a parameter's state as it rests: coded, where the layout has codes.
+    """Returns `states` with `optimizer` and `master` as bytes per parameter between steps, encoded if the layout says.
 
-    coded  elements of state that a code takes; None: Adam's two, which are all of it
+    coded  elements of state per parameter that are encoded; None: Adam's two, which are all of its state
     """
     width = states.held if coded is not None else states.optimizer / 2
     saved = width - min(CODED.get(layout.optimizer_state, width), width)
@@ -31,9 +31,11 @@ def resting(states: States, layout: Layout, coded: float | None = None) -> State
 
 
 def decoded(states: States, layout: Layout, count: float, largest: float, coded: float | None = None) -> float:
-    """Returns the bytes of coded state that a step holds decoded at once, of `count` parameters.
+    """Returns the bytes of decoded state that live at a time in a rank's step; 0 if nothing is encoded.
 
-    largest  elements of the largest parameter; `coded`: as in `resting`
+    count    parameters that the rank updates
+    largest  elements of the largest of them
+    coded    as in `resting`
     """
     each = 0.0
     if resting(states, layout, coded).optimizer != states.optimizer:
@@ -44,7 +46,7 @@ def decoded(states: States, layout: Layout, count: float, largest: float, coded:
 
 
 def coding_bytes(states: States, layout: Layout, coded: float | None = None) -> float:
-    """Returns the bytes moved for one parameter to decode its state and code it again; `coded`: as in `resting`."""
+    """Returns the bytes moved per parameter to decode its state and encode it again; `coded`: as in `resting`."""
     rests, moved = resting(states, layout, coded), 0.0
     if rests.optimizer != states.optimizer:
         full = states.optimizer if coded is None else coded * states.held

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fp8:
-    """A recipe: what follows a software's name, bytes for an element that is scaled and cast, kernels of a cast, bits.
+    """A recipe for matrix products in FP8 or FP4.
 
-    Each is read in bf16 and written twice, along rows and along columns: products contract over neighbours in memory.
+    A cast reads an element in bf16 and writes it twice, by rows and by columns, because products need the dim over
+    which they contract to be contiguous.
     """
 
-    suffix: str  # of a software's name
-    cast_bytes: float  # moved for each element that is scaled and cast
-    source: str  # how inputs are scaled, in words
-    cast_kernels: int = 1
-    bits: int = 8
+    suffix: str  # added to a software's name
+    cast_bytes: float  # bytes moved for each element that is scaled and cast
+    source: str  # how inputs are scaled, for people
+    cast_kernels: int = 1  # kernels of one cast
+    bits: int = 8  # of an element
 
     @property
     def name(self) -> str:
@@ -30,7 +31,7 @@ FP8: dict[str, Fp8] = {
         "-fp8-delayed", 4, "scaled by the largest value of earlier steps (Transformer Engine's first recipe)"
     ),
     "blocks": Fp8("-mxfp8", 4, "scaled block by block in the pass that casts (MXFP8)"),
-    # read for the largest value, read again; half a byte and a scale for each 16 elements, twice
+    # read (2 bytes) for the largest value, read again (2), written twice: half a byte and 1/16 byte of scale each
     "blocks of 16": Fp8(
         "-nvfp4", 2 + 2 + 2 * (1 / 2 + 1 / 16), "scaled by its own largest value and by blocks of 16 (NVFP4)", 3, bits=4
     ),

@@ -1,9 +1,9 @@
-"""How long one kernel takes on one device (products, attention, streams), which costs/block and costs/ops add up.
+"""`Kernels`: seconds of one kernel on one device (matrix products, attention, streams); costs/block, costs/ops add up.
 
-Products read the measured table of the device, times the share of it that long runs hold. A device without a table
-has one rate for large products, the sustained one if known, else `ROOFLINE_SHARE` of the data sheet: other shapes
-are as much slower as on a device of its generation, or, where no such one has a table, as a roofline says.
-`Kernels.basis` says which.
+A matrix product ("product" below) reads the device's measured table of rates by shape, times the share of these rates
+that long runs sustain. A device without a table has one rate for large products, the sustained one if known, else
+`ROOFLINE_SHARE` of the data sheet. Other shapes are then slower in the proportion of a measured device of the same
+generation, or, if there is none, as a roofline says. `Kernels.basis` says which of these was used.
 """
 
 from __future__ import annotations
@@ -18,43 +18,45 @@ from shardwise.cluster.catalogue import read
 from shardwise.errors import InputError
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
-WIDE_REACHED = 0.85  # of the data sheet's rate of float32 off tensor cores (assumed; with it a step of a small decoder
-# in float32 is forecast 3% above what an H200 took)
+WIDE_REACHED = 0.85  # of the data sheet's rate of float32 without tensor cores (assumed; with it a step of a small
+# decoder in float32 is forecast 3% above what an H200 took)
 STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measurement (assumed)
 # Adding a product into a float32 matrix costs this share of reading and writing that matrix. SimuMax's products with
 # 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
 ACCUMULATED = 0.4
-# Batch norm of bfloat16 by planes, as a share of the data sheet's bandwidth by bytes in and out, and the channels from
-# which it does not grow. H200, torch 2.11, 128 samples: 64 channels 0.05, 128 0.07, 256 0.13, 512 and more 0.16
+# Batch norm of bfloat16 in channels first: bytes of input and output a second over the data sheet's bandwidth, with at
+# least PLANES_AT_ONCE channels, and in proportion with fewer. H200, torch 2.11, 128
+# samples: 64 channels 0.05, 128 0.07, 256 0.13, 512 and more 0.16
 BY_PLANES, PLANES_AT_ONCE = 0.16, 230.0
-# The same in channels_last (forward, backward). H200, those of a ResNet-50 with 256 samples
+# The same share in channels_last, (forward, backward). H200, batch norms of a ResNet-50 with 256 samples
 BY_PIXELS = (0.18, 0.33)
-# The same of cuDNN's kernels that turn layouts, by bytes of the convolution. H200: a ResNet-50's 0.15, those of twelve
-# convolutions over 64 x 64 0.27
+# Bytes of a convolution a second over the data sheet's bandwidth in cuDNN's kernels that convert channels first to
+# channels_last and back. H200: 0.15 in a ResNet-50, 0.27 in twelve convolutions over 64 x 64
 TURNED = 0.2
 BATCHED_SHARE = 0.6  # of the best product: batched products over one head's width (assumed)
-WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 off tensor cores (data sheets: A100 1/16, H100 1/15)
+WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 without tensor cores (data sheets: A100 1/16, H100 1/15)
 ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
 BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
 
-# devices of attention.csv: bf16 TFLOP/s by the data sheet, and of their large products (devices.csv)
+# device of attention.csv -> (bf16 TFLOP/s of the data sheet, those of its large products in long runs: devices.csv)
 MEASURED = {"a100_sxm": (312.0, 271.2), "h100_sxm": (989.0, 794.5), "b200_sxm": (2250.0, 1745.0)}
 
-# kinds of ops with a factor of their own on a device that was probed: inside a step an op takes longer than alone
+# kinds of ops for which a probe measures the time inside a step over the time alone (`Device.factors`)
 KINDS = ("products", "convolutions", "rest")
 
 
 @cache
 def streamed(device: str) -> float | None:
-    """Returns the share of its memory bandwidth that a device's streams hold, from sustained.csv, or None."""
+    """Returns the share of its memory bandwidth that a device's streaming kernels reach (sustained.csv), or None."""
     return next((float(row["value"]) for row in read("sustained.csv") if row["device"] == device), None)
 
 
 @cache
 def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Returns, by head_dim, pairs (sequence length, TFLOP/s) of a packaged attention kernel.
+    """Returns {head_dim: ((sequence length, TFLOP/s), ...)} of an attention kernel in attention.csv, {} if none.
 
-    A later one that was not measured there ("cudnn-2026") is as fast as the one before it ("cudnn").
+    direction  "forward" or "backward"; a later kernel that was not measured ("cudnn-2026") is taken to be as fast as
+               the earlier one ("cudnn")
     """
     out: dict[int, tuple[tuple[int, float], ...]] = {}
     for row in read("attention.csv"):
@@ -68,7 +70,10 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
 def _own_rates(
     products: tuple[tuple[str, int, int, int, float], ...], kind: str
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Returns {head width: ((length, TFLOP/s), ...)} of probed (kind, length, heads * samples, width, us)."""
+    """Returns {head width: ((length, TFLOP/s), ...)} of the `kind` "attention" or "attention_backward".
+
+    products  a probe's (kind, length, heads * samples, width, microseconds)
+    """
     rates: dict[int, dict[int, float]] = {}
     for name, length, heads, width, us in products:
         if name == kind:
@@ -78,7 +83,7 @@ def _own_rates(
 
 
 def peak_tflops(device: Device, dtype: str) -> float:
-    """Returns the data sheet's TFLOP/s for a dtype: of "fp32" the best, tf32 among them; of any other bf16's."""
+    """Returns the data sheet's TFLOP/s: for "fp32" the higher of fp32 and tf32, for any other dtype that of bf16."""
     if dtype != "fp32":
         return device.bf16_tflops.value
     own = [rate.value for rate in (device.fp32_tflops, device.tf32_tflops) if rate is not None]
@@ -86,7 +91,7 @@ def peak_tflops(device: Device, dtype: str) -> float:
 
 
 def wide_rate(device: Device) -> float:
-    """Returns TFLOP/s of large float32 products by torch's default: not on tensor cores."""
+    """Returns TFLOP/s of large float32 products without tensor cores, which is torch's default."""
     if device.fp32_tflops is None:
         return device.bf16_tflops.value * WIDE_SHARE * WIDE_REACHED
     return device.fp32_tflops.value * (1.0 if device.fp32_tflops.kind == "measured" else WIDE_REACHED)
@@ -96,11 +101,12 @@ def wide_rate(device: Device) -> float:
 class Kernels:
     """Times of kernels on one device, in seconds.
 
-    launch_us   what a kernel's launch adds on the device
-    call_s      seconds in which the host starts an op or a view, where the host computes the ops itself
-    cut_s       the host's seconds for an op on cut tensors, beside the ops that its rule starts
-    host_s      seconds in which the host starts an op that a device computes: a lower bound of each op's time
-    bits        of an element that the layers' products of a decoder read: 16, or 8 and 4 in FP8 and FP4
+    launch_us   microseconds that each kernel's launch adds on the device
+    dtype       "bf16", or "fp32" for float32
+    call_s      host's seconds to start an op or a view, if the host itself computes the ops; else 0
+    cut_s       host's seconds for an op on sharded tensors, besides the ops that its rule starts
+    host_s      host's seconds to start an op that a device computes, which is the least time that an op takes
+    bits        bits of an element that the products of a decoder's layers read: 16, 8 (FP8) or 4 (FP4)
     """
 
     device: Device
@@ -113,7 +119,7 @@ class Kernels:
 
     @property
     def table(self) -> GemmTable | None:
-        """Returns the measured products of the device, or of one of its generation; None without any for the dtype."""
+        """Returns the measured products of the device, else of one of its generation; None if the dtype has none."""
         if self.device.products:
             return measured_products(self.device.products, self.dtype)
         if self.dtype != "bf16":
@@ -123,12 +129,12 @@ class Kernels:
 
     @property
     def borrowed(self) -> bool:
-        """Whether the table is that of another device of the generation."""
+        """Whether `table` is that of another device of the same generation."""
         return self.table is not None and not self.device.products and self.table.name != self.device.table
 
     @property
     def share(self) -> float:
-        """Returns the share of the table's rates that long runs sustain: this device's best product over its best."""
+        """Returns the factor on the table's rates: this device's best product in long runs over the table's best."""
         table = self.table
         if table is None or self.device.products:
             return 1.0
@@ -139,11 +145,11 @@ class Kernels:
 
     @property
     def best_tflops(self) -> float:
-        """Returns TFLOP/s of the best product measured on such a device, else the data sheet's: no step is faster."""
+        """Returns an upper bound of any product's TFLOP/s: the best measured on this device, or the data sheet's."""
         deeper = self.deeper
-        if self.table is None or self.borrowed:  # clocks of a card may hold more than its data sheet says
+        if self.table is None or self.borrowed:  # a card may sustain more than its data sheet says
             return max(peak_tflops(self.device, self.dtype), self.peak_tflops) * deeper
-        quicker = min(1.0, self.factor("products"))  # than a product alone, inside a step of a device that was probed
+        quicker = min(1.0, self.factor("products"))  # below 1: a probe found products quicker in a step
         best = max(self.table.best, peak_tflops(self.device, self.dtype) if not self.device.products else 0)
         return best / quicker * deeper
 
@@ -160,7 +166,7 @@ class Kernels:
 
     @property
     def peak_tflops(self) -> float:
-        """Returns TFLOP/s of large products on a device without a table."""
+        """Returns TFLOP/s of large products in long runs, by the device's figures alone (no table of shapes)."""
         d = self.device
         if self.dtype == "fp32":
             return wide_rate(d)
@@ -174,12 +180,12 @@ class Kernels:
 
     @property
     def large_convolutions_tflops(self) -> float:
-        """Returns the TFLOP/s of products inside large convolutions: tensor cores', since torch uses them there."""
+        """Returns TFLOP/s inside large convolutions, for which torch uses tensor cores (tf32) in float32 too."""
         wide = self.device.tf32_tflops if self.dtype == "fp32" else None
         return self.peak_tflops if wide is None else wide.value * ROOFLINE_SHARE
 
     def product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
-        """Returns seconds of (m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
+        """Returns seconds of (m, k) x (k, n). `accumulate`: whether the result is added into a float32 matrix."""
         if m <= 0 or n <= 0 or k <= 0:
             return 0.0
         table = self.table
@@ -194,7 +200,7 @@ class Kernels:
 
     @property
     def deeper(self) -> float:
-        """Returns the rate of the layers' products over bf16's; raises `InputError` where the device has no such."""
+        """Returns the data sheet's rate for `bits` over that of bf16; `InputError` if the device lacks FP8/FP4."""
         if self.bits == 16:
             return 1.0
         rate = self.device.fp8_tflops if self.bits == 8 else self.device.fp4_tflops
@@ -204,10 +210,10 @@ class Kernels:
         return rate.value / self.device.bf16_tflops.value
 
     def layer_product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
-        """Returns seconds of a product inside a layer, in FP8 or FP4 where the software's layers are.
+        """Returns seconds of a product (m, k) x (k, n) inside a layer, in `bits` (FP8 or FP4 if below 16).
 
-        An instruction takes twice the elements at half the bytes each: (m, k) x (k, n) then takes what k / 2 takes in
-        bf16. cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet so, and 0.80 to 0.84 in bf16.
+        In FP8 an instruction takes twice the elements at half the bytes each, so the time is that of k / 2 in bf16.
+        cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet in FP8, and 0.80 to 0.84 in bf16.
         """
         return self.product(m, n, k / self.deeper, accumulate=accumulate)
 
@@ -220,32 +226,32 @@ class Kernels:
         return rate.value * 1e9 * (1.0 if rate.kind == "measured" or self.device.kind == "cpu" else share)
 
     def stream(self, size_bytes: float, kernels: int = 1) -> float:
-        """Returns seconds of `kernels` launches that together move `size_bytes`."""
+        """Returns seconds of `kernels` kernels that together read and write `size_bytes` of device memory."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
     def norm_in_bf16(self, size_bytes: float, channels: float, *, backward: bool) -> float:
-        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), which cuDNN does not run.
+        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W) by torch's own kernels, without cuDNN.
 
-        size_bytes: of what goes in and comes out, of which the kernels read some twice.
-        channels: of planes, each of which one block of threads sums; 0 where channels are last.
+        size_bytes: bytes of its inputs and outputs.
+        channels: C if channels are first in memory (one block of threads sums each); 0 if channels are last.
         """
         reached = BY_PLANES * min(1.0, channels / PLANES_AT_ONCE) if channels else BY_PIXELS[backward]
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * reached) + self.launch_us * 1e-6
 
     def turned(self, size_bytes: float) -> float:
-        """Returns the seconds of turning a convolution's tensors from (N, C, H, W) into channels_last, and back."""
+        """Returns the seconds to convert a convolution's tensors of `size_bytes` to channels_last and back."""
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * TURNED)
 
     def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:
-        """Returns seconds of a "conv" or "conv_backward" by the device's own measured table, None without one.
+        """Returns seconds of `kind` "conv" or "conv_backward" by the device's own measured table, None without one.
 
-        cells: samples times positions; out: channels; deep: inputs of one output, channels times the kernel's area.
+        cells: samples times output positions; out: output channels; deep: input channels times the kernel's area.
         """
         table = measured_products(self.device.products, kind) if self.device.products else None
         return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
 
     def factor(self, kind: str) -> float:
-        """Returns measured over computed time of a kind of op (of `KINDS`) inside steps of this very device."""
+        """Returns measured over computed time of a kind of op (of `KINDS`) inside steps; 1.0 if it was not probed."""
         return next((value for name, value in self.device.factors if name == kind), 1.0)
 
     @property
@@ -254,7 +260,7 @@ class Kernels:
         return measured_ops(self.device.ops)
 
     def batched(self, batch: float, m: float, n: float, k: float) -> float:
-        """Returns seconds of `batch` products with a short k: bound by the device's rate or by the bytes written."""
+        """Returns seconds of a batched product, `batch` times (m, k) x (k, n) with a small k (a head's width)."""
         table = self.table
         best = table.best * self.share if table else self.peak_tflops
         moved = self.element * batch * (m * k + k * n + m * n)
@@ -264,21 +270,21 @@ class Kernels:
     def attention(
         self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: float, *, backward: bool
     ) -> float:
-        """Returns seconds of a causal attention kernel, of its backward alone (2.5 times the FLOPs) if `backward`.
+        """Returns seconds of a causal fused attention kernel: of its forward, or of its backward (2.5 times the FLOPs).
 
-        FLOPs count the unmasked half. `kernel` is one of a device's table, or of `ATTENTION_SHARE`.
+        kernel  a name in attention.csv, or a key of `ATTENTION_SHARE`; FLOPs are those of the unmasked half
         """
         work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
         return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
 
     def attention_tflops(self, kernel: str, seq: float, head_dim: float, backward: bool) -> float:
-        """Returns TFLOP/s of a fused attention kernel."""
+        """Returns TFLOP/s (of the unmasked half) of a fused attention kernel at `seq` keys."""
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
         rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0
-        if not rates:  # those of another device
+        if not rates:  # not measured on this device
             rates, scale = self._borrowed(kernel, direction, head_dim)
-        if not rates:  # of a kernel that was measured nowhere
+        if not rates:  # not measured on any device
             share = ATTENTION_SHARE.get(kernel, 0.5) * (BACKWARD_SHARE if backward else 1.0)
             return self.device.bf16_tflops.value * share * self._slower
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]
@@ -286,17 +292,17 @@ class Kernels:
 
     @property
     def _slower(self) -> float:
-        """Returns float32's rate over that of the dtypes that attention kernels were measured in."""
+        """Returns the rate of `dtype` over bf16's, in which attention kernels were measured: below 1 for "fp32"."""
         if self.dtype != "fp32":
             return 1.0
         wide = self.device.fp32_tflops
         return WIDE_SHARE if wide is None else wide.value / self.device.bf16_tflops.value
 
     def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
-        """Returns (rates as `_attention_rates`, of another device, its own generation's first; factor to scale them).
+        """Returns (`_attention_rates` of another device, factor for this one), or ({}, 1.0) if no device has any.
 
-        Across generations by no more than what FlashAttention-2 reaches on both, where that is known: an older kernel
-        does not use a newer device's instructions.
+        A device of the same generation comes first. From another generation the factor is at most the ratio of
+        FlashAttention-2 on both, if measured, because an older kernel does not use a newer device's instructions.
         """
         near = self.device.products_of
         # the device's own generation first, then any that was measured
@@ -306,13 +312,13 @@ class Kernels:
                 continue
             peak, sustained_there = MEASURED[other]
             own, sheet = self.device.sustained_bf16_tflops, self.device.bf16_tflops.value
-            # scaled by what both reach in long runs, else by their data sheets
+            # data sheets promise more than devices sustain, so long runs are compared if both are known
             scale = own.value / sustained_there if own is not None else sheet / peak
             here = _attention_rates(self.device.table, "flash2", direction) or _attention_rates(
                 near, "flash2", direction
             )
             there = _attention_rates(other, "flash2", direction)
-            # across generations never by more than the one kernel that was measured on both: data sheets promise more
+            # see the docstring: the ratio of one kernel measured on both is the limit
             if other != near and here and there:
                 d = min(here, key=lambda width: abs(width - head_dim))
                 scale = min(scale, here[d][-1][1] / there[d][-1][1])
@@ -321,7 +327,7 @@ class Kernels:
 
 
 def _log_read(points: tuple[tuple[int, float], ...], at: float) -> float:
-    """Returns the rate at a size, between measured points (size, rate) by the logarithm of the sizes."""
+    """Returns the rate at size `at`, interpolated between `points` (size, rate) over the logarithm of sizes."""
     if at <= points[0][0]:
         return points[0][1] * max(at / points[0][0], 0.25)
     for (low, slow), (high, fast) in pairwise(points):

@@ -1,4 +1,4 @@
-"""`Layout`: a plan's numbers that forecasts need (`SAME_KEYS`: taken by name). A new key: also rehearsal/cut_module."""
+"""`Layout`: the numbers of a plan and a batch that forecasts need. A new field may need one in rehearsal/cut_module."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ class Layout:
     """The degrees of a plan's axes, and the samples, micro-batches and rounds of a rank's step.
 
     micro_batch   samples of one micro-batch on one data rank
-    n_micro       micro-batches of a step (accumulation, or those of the pipeline)
+    n_micro       micro-batches of a step (accumulation), or of one round of the pipeline
     rounds        times that the pipeline is filled and emptied in a step
+    seq           tokens of a sample before any axis cuts it
+    ulysses       the plan's cp_ulysses
     chunks        model chunks that a pipeline rank holds (virtual stages)
-    zero          over `shard` ranks: of layout/zero_stages
-    shard         dp_shard: data ranks that `zero` shards over; `replicas` of those groups
-    domain        tiles along each dim of space
-    others        (name, degree) of axes that cut positions along one dim and have no field here, of a traced module
-    position_chunks  chunks of positions in which wide tensors are computed; of a traced module alone
+    zero          ZeRO stage (layout/zero_stages) over `shard` ranks
+    shard         the plan's dp_shard, the data ranks over which `zero` shards; `replicas` is the number of such groups
+    recompute     the plan's remat, one of RECOMPUTES
+    domain        number of tiles along each dim of space
+    others        (name, degree) of further axes that cut positions along one dim (traced modules only)
+    position_chunks  number of chunks of positions in which wide tensors are computed (traced modules only)
     """
 
     tp: int = 1
@@ -47,19 +50,19 @@ class Layout:
     recompute: str = "none"
     position_chunks: int = 1
     schedule: str = "1f1b"
-    # blocks compiled; halos beside computing; sums of tp begun early; the dtype in which gradients are summed
+    # as in a plan: blocks compiled, overlap and depth of halos, sums of tp begun early, dtype of gradients' sums
     compile: bool = False
     domain_overlap: str = "auto"
     domain_depth: int = 1
     tp_overlap: bool = False
     reduce_dtype: str = "auto"
-    offload: str = "none"  # what lies outside of the device between steps, as a plan says
-    optimizer_state: str = "full"  # how it rests, and masters, as a plan says
+    offload: str = "none"  # what lies outside of the device between steps, as in a plan
+    optimizer_state: str = "full"  # its encoding between steps, and that of masters, as in a plan
     masters: str = "full"
-    gradients: str = "together"  # when the optimizer uses them, as a plan says
-    # layers of each stage where they are not even, first stage first
+    gradients: str = "together"  # or "as_made", as in a plan
+    # layers of each stage, first stage first; (): dealt evenly
     stage_layers: tuple[int, ...] = ()
-    # of a plan for a module: what tp leaves whole, and where the stages begin
+    # for traced modules: names that tp leaves unsharded, and names of modules at which stages begin
     tp_whole: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     domain: tuple[int, ...] = (1,)
@@ -84,7 +87,7 @@ class Layout:
 
     @cached_property
     def tiles(self) -> int:
-        """Returns over how many ranks space is cut."""
+        """Returns the number of tiles into which space is cut, each on a rank."""
         return math.prod(self.domain)
 
     @property
@@ -104,12 +107,12 @@ class Layout:
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Returns over how many ranks `zero` shards: dp_shard, and those that cut positions."""
+        """Returns the number of ranks over which `zero` shards: dp_shard times those that cut positions."""
         return self.shard * self.cut_positions
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns the `ZeroStage`: what each rank keeps as a shard; as a plan's, stage 0 where one rank has it all."""
+        """Returns the `ZeroStage`, which says what ranks keep as shards; stage 0 if one rank alone shards."""
         stage = STAGES[self.zero]
         alone = self.shard_ranks == 1 and not (stage.weights and placements(self.offload, "parameters"))
         return UNSHARDED if alone else stage
@@ -121,12 +124,12 @@ class Layout:
 
     @cached_property
     def split_sequence(self) -> int:
-        """Returns over how many ranks a sequence's positions are dealt."""
+        """Returns the number of ranks over which a sequence's positions are dealt."""
         return self.cp * self.ulysses * math.prod(degree for _, degree in self.others)
 
     @cached_property
     def tokens(self) -> float:
-        """Returns the number of tokens of a micro-batch on one rank, before tensor parallelism."""
+        """Returns the tokens of a micro-batch on one rank (sp, which cuts them further, is not counted)."""
         return self.micro_batch * self.seq / self.split_sequence
 
     @property
@@ -138,24 +141,26 @@ class Layout:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-# keys that a plan has too, of the same name and meaning, which go from one to the other
+# names of fields that `Plan` and `Layout` share with the same meaning; `of_plan` copies them
 SAME_KEYS = tuple(
     sorted({field.name for field in fields(Plan)} & {field.name for field in fields(Layout)} - {"schedule"})
 )
 
 
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
-    """Returns the layout of a plan for a global batch in samples; raises `InputError` where that does not divide.
+    """Returns the layout of a plan for a global batch of `global_batch` samples of `seq` tokens.
 
-    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for what is not forecast:
-    deterministic plans.
+    uneven  whether a batch that does not divide over ranks and micro-batches is rounded up until it does; if not,
+            raises `InputError`
+
+    Raises `RefusedPlan` for deterministic plans, which are not forecast.
     """
     if plan.deterministic:
         raise RefusedPlan(
             f"plan {plan}: deterministic is not forecast: a rank computes its pieces one after the other, whose small "
             "products and exchanges are not in the model; leave it out for the step of whole micro-batches, or measure"
         )
-    # under a pipeline a round fills and drains it: micro-batches in flight, times rounds; else one after the other
+    # with a pipeline a round has `microbatches`, and `accumulate` is the number of rounds
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
     if uneven:

@@ -1,18 +1,18 @@
-"""Time and bytes of what lies outside of the device between uses, as `tiers/` moves it.
+"""Seconds and bytes of tensors that lie on the host or a disk between uses, as `tiers/` moves them.
 
-Once in a step, for the parameters that a rank updates, whatever its batch:
+Optimizer state of the parameters that a rank updates moves once in a step:
 
     host ── state ──> device    update    device ── state ──> host     over the device's link, waited for
     disk ── state ──> host      ...                host ── state ──> disk      beside the update, one sub-group ahead
 
-Shards of weights (zero=3) are read for each gather too, beside forward and backward, and written by the update.
+Weight shards on a disk (zero=3) are read for each gather, beside forward and backward, and written by the update.
 
-Weights on the host go to the device for each gather, and their gradients come back, beside the work and both ways at
-once; the host's processor updates them when all is there, and the device waits.
+Weights on the host go to the device for each gather, and their gradients come back at the same time, both beside
+forward and backward. The host's processor updates them when all gradients are there, and the device waits.
 
-So the update takes as long as the longer of (update + link) and disk. Masters move with the state where the device is
-a processor and they are no shards of zero=3; on an accelerator they stay, since gradients lie beside them. The ranks of
-a host share its disk.
+So the update takes the longer of (update + link) and disk. Masters move with the state if the device is a processor and
+they are no shards of zero=3; on an accelerator they stay, since the gradients are there. The ranks of a host share its
+disk.
 
 Whether a host has the memory, and its disk the room: `costs/room`.
 """
@@ -28,47 +28,48 @@ from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import SUBGROUP_BYTES, TIERS, in_tier, placements, weights_on_host
 
-HOST_DEVICES = 8  # of one host at most, where no figure tells, also where a domain of links joins more (assumed)
-LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
-# Of a host's memory, which its processor reads and writes for all its ranks, in 10^9 bytes a second (assumed: a fused
-# AdamW over 30 * 10^9 weights on a host of eight devices took 5.6 s, 28 bytes for each)
+HOST_DEVICES = 8  # most devices of one host if its figures do not say, even if NVLink joins more (assumed)
+LINK_SHARE = 0.8  # share of the rate of the device's link to its host that large pinned copies reach (assumed)
+# 10^9 bytes a second that a host's processor reads and writes in its memory for all its ranks (assumed: a fused AdamW
+# over 30 * 10^9 weights on a host of eight devices took 5.6 s, 28 bytes for each weight)
 HOST_GBPS = 150.0
-UNFUSED = 84 / 28  # bytes that AdamW moves op by op, over those of one kernel
-BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
+UNFUSED = 84 / 28  # bytes that AdamW moves op by op, over those that a fused kernel moves
+BUFFERS = 3  # number of sub-groups of a disk's state in the host's memory at a time (tiers/disk)
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The cost of an update's moves: seconds; one rank's bytes of optimizer state in each tier, of weights on disk.
+    """The cost of one optimizer step's moves.
 
-    host_s  seconds of an update that the host's processor computes, where weights lie there
+    host_s  seconds of the update on the host's processor, if weights lie on the host; else 0
     """
 
-    link_s: float  # on the device's link, waited for
-    disk_s: float  # at the disk, beside the update
-    host_bytes: float
-    disk_bytes: float
-    weights_bytes: float = 0.0
+    link_s: float  # seconds on the device's link to the host, for which the device waits
+    disk_s: float  # seconds at the disk, beside the update
+    host_bytes: float  # of one rank in the host's memory
+    disk_bytes: float  # optimizer state of one rank on disk
+    weights_bytes: float = 0.0  # weights of one rank on disk
     host_s: float = 0.0
 
     def beside(self, update_s: float) -> float:
-        """Returns the seconds of an update with these moves, which takes `update_s` without."""
+        """Returns the seconds of an update with its moves; `update_s`: seconds of the update without them."""
         return max((self.host_s or update_s) + self.link_s, self.disk_s)
 
 
 def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
-    """Returns {tier: bytes of optimizer state there} for each parameter that a rank updates.
+    """Returns {tier: bytes of optimizer state and masters there} per parameter that a rank updates.
 
-    on_host  the device is the host's processor
+    on_host  whether the device is the host's processor
     """
     masters = states.master if on_host and not layout.sharded.weights else 0.0
     return {tier: in_tier(layout.offload, "optimizer", tier) * (states.optimizer + masters) for tier in TIERS}
 
 
 def lying(count: float, states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
-    """Returns {"host", "disk": bytes that one rank keeps there} of `count` parameters that it updates.
+    """Returns {"host": bytes, "disk": bytes} that one rank keeps there for the `count` parameters that it updates.
 
-    State on a disk counts twice, as its file does. On an accelerator it passes through the host's memory.
+    State on a disk counts twice, since its file holds two versions. With an accelerator (`on_host` false) the buffers
+    through which state goes to a disk are in the host's memory.
     """
     by_tier = moved(states, layout, on_host=on_host)
     in_file = count * by_tier["disk"]
@@ -79,10 +80,11 @@ def lying(count: float, states: States, layout: Layout, *, on_host: bool) -> dic
 
 
 def staged(layout: Layout, size: float, largest: float, share: float = 1.0) -> float:
-    """Returns bytes of the buffers through which a disk's state goes, in the host's memory.
+    """Returns the bytes of host memory for the buffers through which state on a disk goes; 0 if none is there.
 
-    size     bytes that lie on the disk; `largest`: those of the largest parameter
-    share    of a sub-group's bytes that is state, where the parameters themselves come with it
+    size     bytes of state on the disk
+    largest  those of the largest parameter
+    share    fraction of a sub-group's bytes that is state, if the parameters are in the sub-group too
     """
     if not in_tier(layout.offload, "optimizer", "disk"):
         return 0.0
@@ -91,14 +93,16 @@ def staged(layout: Layout, size: float, largest: float, share: float = 1.0) -> f
 
 
 def update_bytes(states: States, *, fused: bool) -> float:
-    """Returns the bytes of host memory that AdamW's update of one parameter moves. fused: in one kernel."""
+    """Returns the bytes that AdamW's update reads and writes per parameter; `fused`: whether it is one kernel."""
     return (3 * states.held + 2 * states.optimizer) * (1.0 if fused else UNFUSED)
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, update: float) -> Offloaded:
-    """Returns the cost of moves around an update of `count` parameters on a rank, of `update` bytes each on a host.
+    """Returns the cost of the moves around a rank's update of `count` parameters.
 
-    Raises `RefusedPlan` for places that the device does not have, and where no figure tells a rate.
+    update  bytes that the update reads and writes per parameter (`update_bytes`), if the host computes it
+
+    Raises `RefusedPlan` for a tier that the device does not have, or if the cluster has no figure for a rate.
     """
     on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
@@ -107,7 +111,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, up
     _refuse_host(layout, cluster, by_tier["host"])
     link_s = disk_s = host_s = 0.0
     if weights_on_host(layout.offload):
-        # gradients are read for the norm, read and written by the division
+        # besides the update, gradients are read for the norm, and read and written by the division: 3 passes
         host_s = count * (update + 3 * states.held) * ranks_of_host(layout, cluster) / (HOST_GBPS * 1e9)
         by_tier["host"] += 2 * states.held
     # state crosses the device's link, there and back
@@ -120,7 +124,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, up
 
 
 def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
-    """Raise `RefusedPlan` for a move to the host's memory on a device that has none of its own."""
+    """Raises `RefusedPlan` if `fraction` > 0 moves to the host and the device has no memory other than the host's."""
     if fraction and cluster.device.kind == "cpu":
         raise RefusedPlan(
             f"offload={layout.offload}: {cluster.device.name} is a processor, whose memory is the host's: nothing is "
@@ -129,7 +133,7 @@ def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
 
 
 def _refuse_weights(layout: Layout, cluster: Cluster) -> None:
-    """Raise `RefusedPlan` where weights cannot lie where the layout says."""
+    """Raises `RefusedPlan` if weights cannot lie in the tier that `layout.offload` names."""
     if in_tier(layout.offload, "parameters", "disk") and cluster.device.kind != "cpu":
         raise RefusedPlan(
             f"offload={layout.offload}: {cluster.device.name} has memory of its own, which would wait for each page of "
@@ -145,12 +149,12 @@ def _link_gbps(cluster: Cluster) -> float:
 
 
 def disk_rate(cluster: Cluster) -> Figure | None:
-    """Returns the GB/s of a host's disk, reads and writes alike: measured, else its data sheet's; None: unknown."""
+    """Returns the GB/s of a host's disk for reads and writes, measured, else by its data sheet; None if unknown."""
     return cluster.device.disk_gbps or cluster.node.disk_gbps
 
 
 def _disk_gbps(cluster: Cluster) -> float:
-    """Returns the rate of a host's disk, GB/s; `RefusedPlan` where nothing tells it."""
+    """Returns the GB/s of a host's disk; raises `RefusedPlan` if the cluster has no figure for it."""
     rate = disk_rate(cluster)
     if rate is None:
         raise RefusedPlan(
@@ -166,7 +170,7 @@ def ranks_of_host(layout: Layout, cluster: Cluster) -> int:
 
 
 def told(cost: Offloaded, cluster: Cluster) -> str:
-    """Returns a remark on what moves in a step and what the forecast assumes of it."""
+    """Returns one line for people on the moves of a step, and what the forecast assumes about them."""
     parts = []
     if cost.link_s:
         parts.append(
@@ -193,21 +197,23 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class Moves:
-    """The cost of one micro-batch's moves to a tier and back: seconds on the link, seconds at the disk, and bytes."""
+    """The cost of one micro-batch's moves to a tier and back, beside forward and backward."""
 
-    link_s: float
-    disk_s: float
-    size: float
+    link_s: float  # seconds on the device's link to the host
+    disk_s: float  # seconds at the disk
+    size: float  # bytes of one rank
 
     def beyond(self, micro_s: float) -> float:
-        """Returns the seconds that a micro-batch of `micro_s` waits: forward and backward run beside the moves."""
+        """Returns the seconds for which a micro-batch waits, whose forward and backward take `micro_s` seconds."""
         return max(0.0, self.link_s - micro_s, self.disk_s - micro_s)
 
 
 def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of moving one micro-batch's activations on each rank; `put`: their bytes by tier.
+    """Returns the cost of moving one micro-batch's activations away and back on each rank.
 
-    Raises `RefusedPlan` for the host's memory on a processor, and where no figure tells a rate.
+    put  {tier: bytes of one rank}
+
+    Raises `RefusedPlan` for the host's memory if the device is a processor, or if no figure tells a rate.
     """
     on_host = cluster.device.kind == "cpu"
     _refuse_host(layout, cluster, in_tier(layout.offload, "activations", "host"))
@@ -218,7 +224,7 @@ def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
 
 
 def moves_told(cost: Moves, micro_s: float) -> str:
-    """Returns a remark on what moves with each micro-batch and what the forecast assumes of it."""
+    """Returns one line for people on `moves`; `micro_s`: seconds of a micro-batch's forward and backward."""
     return (
         f"{cost.size / 1e9:.3g} GB of activations of each micro-batch there and back, in {cost.link_s:.3g} s over the "
         f"link to the host and {cost.disk_s:.3g} s at the disk, beside {micro_s:.3g} s of forward and backward"
@@ -226,13 +232,13 @@ def moves_told(cost: Moves, micro_s: float) -> str:
 
 
 def reads(size: float, layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of reading weights from disk for one micro-batch's gathers, `size` bytes on each rank."""
+    """Returns the cost of reading weights from disk for one micro-batch's gathers; `size`: bytes of a rank's shards."""
     disk = in_tier(layout.offload, "parameters", "disk") * size * layout.sharded.gathers
     return Moves(0.0, disk * ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
 
 
 def crossing_seconds(size: float, cluster: Cluster) -> float:
-    """Returns the seconds in which so many bytes cross a device's link to its host, one way."""
+    """Returns the seconds in which `size` bytes cross a device's link to its host one way."""
     return size / (_link_gbps(cluster) * 1e9)
 
 
@@ -245,7 +251,7 @@ def crossings(size: float, gradients: float, layout: Layout, cluster: Cluster) -
 
 
 def crossings_told(cost: Moves, micro_s: float) -> str:
-    """Returns a remark on what crosses the link for the gathers of each micro-batch."""
+    """Returns one line for people on `crossings`; `micro_s`: seconds of a micro-batch's forward and backward."""
     return (
         f"{cost.size / 1e9:.3g} GB of weights come from the host for each gather, and gradients go back at the same "
         f"time, in {cost.link_s:.3g} s of each micro-batch of {micro_s:.3g} s ({LINK_SHARE:g} of the link's rate, "
@@ -254,7 +260,7 @@ def crossings_told(cost: Moves, micro_s: float) -> str:
 
 
 def reads_told(cost: Moves, micro_s: float) -> str:
-    """Returns a remark on what is read for the gathers of each micro-batch."""
+    """Returns one line for people on `reads`; `micro_s`: seconds of a micro-batch's forward and backward."""
     return (
         f"{cost.size / 1e9:.3g} GB of weights read for each micro-batch of {micro_s:.3g} s, in {cost.disk_s:.3g} s at "
         "the disk; less, where the host has memory to keep them"
@@ -262,11 +268,13 @@ def reads_told(cost: Moves, micro_s: float) -> str:
 
 
 def brought(layout: Layout, size: float, largest: float) -> float:
-    """Returns bytes of weights that are in memory on their way from a disk: two units', of the largest.
+    """Returns the device bytes of weights that are being brought from a disk or the host, beside those in use.
 
-    From the host to a rank alone the next unit's; for a gather over ranks they are part of its own peak.
+    From a disk that is two of the largest units. From the host it is the next unit if one rank holds all weights;
+    otherwise the peak of the gather contains them already, and 0 is returned.
 
-    size     of a rank's weights
+    size     bytes of a rank's weights
+    largest  bytes of its largest unit
     """
     if weights_on_host(layout.offload):
         return min(size, largest) if layout.shard_ranks == 1 else 0.0
@@ -275,12 +283,12 @@ def brought(layout: Layout, size: float, largest: float) -> float:
 
 
 def refuse(layout: Layout, *, traced: bool = False) -> None:
-    """Raises `RefusedPlan` for layouts whose offload is not forecast. traced: of a task, whose module is traced."""
+    """Raises `RefusedPlan` if the layout's offload is not forecast; `traced`: whether a task's module is traced."""
     placed = placements(layout.offload)
     forecast = not any(
         part.state == "activations" or (part.state, part.tier) == ("parameters", "disk") for part in placed
     )
-    # a task is traced, so what its blocks keep is known; a decoder's numbers do not tell
+    # only a trace knows which bytes blocks keep; a decoder given by its sizes has none
     if not (traced or forecast):
         raise RefusedPlan(
             f"offload={layout.offload} is not forecast: what activations, and weights on a disk, of a decoder by its "

@@ -1,10 +1,10 @@
-"""What attention around a ring of cp sends, and what it moves beside its kernels, by the software's ring.
+"""Messages of attention around a ring of cp, and bytes it moves besides its kernels, by `Software.ring`.
 
-even      keys and values travel around the ring beside the kernels; a fused kernel joins each block's output
+even      keys and values travel around the ring during the kernels; a fused kernel adds each block's output to the sum
 passed    keys and values travel as above; each block's output is merged into a float32 one by elementwise ops, and
-          sums of keys' and values' gradients travel in float32 (this package's: parallel/sequence)
+          sums of keys' and values' gradients travel in float32 (this package's ring: parallel/sequence)
 merged    PyTorch's `context_parallel` (torch/distributed/tensor/experimental): keys and values of all ranks are
-          gathered beside the first block, and again for backward; each block's output is merged into a float32
+          all-gathered during the first block, and again for backward; each block's output is merged into a float32
           one by elementwise ops; sums of keys' and values' gradients are passed on in float32, block by block
 """
 
@@ -17,18 +17,18 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 
 ACT_BYTES = 2  # activations in bf16 or fp16
-# Bytes of one element of a rank's queries that `context_parallel` moves in each block after the first: (forward,
-# backward) of compiled blocks, and op by op. Half of the blocks have all of a rank's queries, half the second half of
-# them, which is joined to the first by a copy. Forward: the output is widened (6), subtracted (12), weighed (8) and
-# subtracted again (12). Backward: gradients of queries are added (10), those of keys and values each (10), and both
-# copied to be passed on (16). Op by op both are copied to be gathered too (8), though they were
+# Bytes that `context_parallel` moves for each element of a rank's queries in each block after the first: (forward,
+# backward) compiled, (forward, backward) op by op. Half of the blocks have all of a rank's queries, the others the
+# second half of them, which a copy joins to the first. Forward: the output is cast to float32 (6), subtracted (12),
+# multiplied (8) and subtracted again (12). Backward: gradients of queries are added (10), those of keys and values each
+# (10), and both copied to be passed on (16). Op by op both are copied once more to be gathered (8)
 MERGED = ((11.5, 31.5), (40.5, 58.5))
-# The same of this package's ring, in each pair of runs, op by op. Forward: widened (6), subtracted (12), weighed (8)
-# and added (12). Backward: gradients of queries are added (10), those of keys and values each (10), and rows of the
-# output and of its gradient are copied for the kernel (8)
+# The same of this package's ring, for each pair (run of a rank's queries, run of keys), op by op. Forward: cast to
+# float32 (6), subtracted (12), multiplied (8) and added (12). Backward: gradients of queries are added (10), those of
+# keys and values each (10), and tokens of the output and of its gradient are copied for the kernel (8)
 PASSED = (38.0, 38.0)
 LAUNCHES = {"merged": (6, 6), "passed": (24, 8)}  # of small kernels in each block: (forward, backward)
-# What to say of each
+# ring -> its description for people
 RINGS = {
     "even": "a fused kernel for each block, causal work dealt evenly",
     "passed": "a fused kernel for each block, causal work dealt evenly (zigzag), outputs merged in float32, as this "
@@ -39,20 +39,17 @@ RINGS = {
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a layer: op, axis, bytes of the whole tensor, and whether it can run beside compute.
-
-    share  of that compute, in which it must be over
-    """
+    """One collective of a layer on one micro-batch."""
 
     op: str
     axis: str
-    size_bytes: float
-    hidden: bool = False
-    share: float = 1.0
+    size_bytes: float  # of the full tensor
+    hidden: bool = False  # whether it runs beside compute of the layer
+    share: float = 1.0  # fraction of that compute by whose end it must be complete
 
 
 def gathered_keys(shape: Shape, layout: Layout, software: Software) -> float:
-    """Returns bytes of the keys and values of all positions that a rank computes with in one layer."""
+    """Returns bytes of one layer's keys and values of all positions, for the heads of one rank."""
     s, ranks = shape, layout.tp * layout.ulysses
     wide = max(s.kv_width / ranks, s.kv_width / s.kv_heads)
     if software.repeats_keys:
@@ -61,22 +58,23 @@ def gathered_keys(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def ring_messages(shape: Shape, layout: Layout, software: Software) -> tuple[list[Message], list[Message]]:
-    """Returns the messages that a layer's (forward, backward) sends around the ring."""
+    """Returns the messages of the ring in a layer: (those of its forward, those of its backward)."""
     kv = gathered_keys(shape, layout, software)
     if software.ring == "merged":
         hidden, share = not software.waits, 1 / layout.cp
         gather = Message("all_gather", "cp", kv, hidden, share)
         passed = Message("pass", "cp", 4 / ACT_BYTES * kv / layout.cp, hidden, share)
-        # nothing is left to compute while the last sums come home
+        # the last sums travel when nothing is left to compute
         return [gather], [gather, *[passed] * (layout.cp - 1), Message("pass", "cp", passed.size_bytes)]
-    # keys and values pass by again, and sums of their gradients: in float32, or as a fused kernel makes them
+    # in backward keys and values travel again, and with them the sums of their gradients
     sums = 4 if software.ring == "passed" else ACT_BYTES
     return [Message("ring", "cp", kv, True)], [Message("ring", "cp", (1 + sums / ACT_BYTES) * kv, True)]
 
 
 def merged_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
-    """Returns the bytes that merging a ring's blocks moves in a layer: (forward, backward)."""
-    if software.ring == "passed":  # pairs of runs, of which a rank has two: half of its queries in each
+    """Returns the bytes of device memory that merging a ring's blocks moves in a layer's (forward, backward)."""
+    # with zigzag a rank has two runs of positions, so 2 cp + 1 causal pairs of runs, each of half of its queries
+    if software.ring == "passed":
         blocks, (forward, backward) = layout.cp + 0.5, PASSED
     else:
         blocks, (forward, backward) = layout.cp - 1, MERGED[0 if software.fused else 1]
@@ -85,11 +83,11 @@ def merged_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[floa
 
 
 def merged_block(shape: Shape, layout: Layout, software: Software) -> float:
-    """Returns the bytes alive in the backward of a ring that merges.
+    """Returns the bytes that live in one layer's backward for a ring "merged" or "passed".
 
-    Keys and values (gathered; or a rank's, twice: those that it has and those that it is sent), float32 sums of their
-    gradients twice (its own, and those that it is sent), and of the queries' gradients. Where they are passed on, one
-    pair of runs beside it: keys and values with a head for each query's, and gradients of all three.
+    These are keys and values (gathered, or this rank's and those that it receives), float32 sums of their gradients
+    (this rank's and those that it receives), and the float32 sum of the queries' gradients. "passed" also has tensors
+    of one pair of runs: keys and values repeated for each query head, and gradients of all three.
     """
     kv = gathered_keys(shape, layout, software)
     if software.ring == "passed":

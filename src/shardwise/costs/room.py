@@ -1,10 +1,10 @@
-"""Room on one host: what tiers take of its memory and its disk, over all its ranks, and what it has (`Node`).
+"""`Room`: bytes that offloading takes of one host's memory and disk for all its ranks, and the bytes that it has.
 
-    host    state, weights and gradients that lie there, or a file's buffers, of every rank of the host
-    disk    a file of twice the state, one of weights, one of activations, of every rank
+    host    offloaded state, weights, gradients and activations, or buffers of files on disk, of every rank of the host
+    disk    for every rank a file of twice the state, one of weights, one of activations
 
-A tenth of a host's memory is left for its system, the ranks' own programs and readers of data (assumed). Memory that
-is pinned is rounded up by torch, to powers of two of each weight, which is not counted; nor is a checkpoint's buffer.
+A tenth of a host's memory is left for its system, the ranks' own programs and readers of data (assumed). torch rounds
+pinned memory up to a power of two for each weight, which is not counted; nor is a checkpoint's buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.cluster import Cluster, Figure, Node
 from shardwise.costs.layout import Layout
 from shardwise.costs.offload import ranks_of_host
 
-SYSTEM = 0.1  # of a host's memory (assumed)
+SYSTEM = 0.1  # share of a host's memory that is left free (assumed)
 NAMES = {"host": "memory", "disk": "disk"}
 UNKNOWN = {
     "host": 'host-512gb in the cluster\'s text, or memory_gb of [node] in its file, tells it',
@@ -27,14 +27,14 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that all `ranks` of one host keep off their devices, by tier ("host", "disk"), and the host's figures."""
+    """Bytes that the ranks of one host keep in its memory and on its disk, and what the host has."""
 
-    needed: Mapping[str, float] = field(default_factory=dict)  # bytes by tier
-    node: Node = field(default_factory=Node)  # the host's figures
-    ranks: int = 1
+    needed: Mapping[str, float] = field(default_factory=dict)  # tier ("host" or "disk") -> bytes of all its ranks
+    node: Node = field(default_factory=Node)  # the host's memory and disk
+    ranks: int = 1  # ranks of the host
 
     def there(self, tier: str) -> float | None:
-        """Returns the bytes that a host has for a tier; None where that is not known."""
+        """Returns the bytes that the host has for a tier; None if that is not known."""
         figure = self._figure(tier)
         return None if figure is None else figure.value * 1e9 * (1 - SYSTEM if tier == "host" else 1)
 
@@ -43,18 +43,18 @@ class Room:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Returns the tiers in which a host is known to have too little."""
+        """Returns the tiers for which the host is known to have too few bytes."""
         known = {tier: self.there(tier) for tier in self.needed}
         return tuple(tier for tier, there in known.items() if there is not None and self.needed[tier] > there)
 
     @property
     def over(self) -> float:
-        """Returns the largest share of a tier's room that its bytes take (above 1: too much); 0: room unknown."""
+        """Returns the largest share of needed over available bytes of a tier (above 1: too much); 0 if unknown."""
         shares = [size / there for tier, size in self.needed.items() if (there := self.there(tier))]
         return max(shares, default=0.0)
 
     def line(self, tier: str) -> str:
-        """Returns one line of text: how many bytes a host's ranks keep in a tier, of how many that it has."""
+        """Returns one line for people: the bytes that a host's ranks need in a tier, and those that it has."""
         there, figure = self.there(tier), self._figure(tier)
         kept = f"{_gb(self.needed[tier] / 1e9)} GB of a host's {NAMES[tier]} for its {self.ranks} rank(s)"
         if there is None or figure is None:
@@ -64,11 +64,11 @@ class Room:
 
     @property
     def lines(self) -> list[str]:
-        """Returns a line of text for each tier that holds bytes."""
+        """Returns `line` of each tier in which bytes are needed."""
         return [self.line(tier) for tier in self.needed]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns {tier: {"needed_bytes", "room_bytes"}} of one host; the room is None where unknown."""
+        """Returns {tier: {"needed_bytes": bytes, "room_bytes": bytes or None if unknown}} of one host."""
         return {tier: {"needed_bytes": size, "room_bytes": self.there(tier)} for tier, size in self.needed.items()}
 
 
@@ -77,10 +77,10 @@ def _gb(value: float) -> str:
 
 
 def of_host(by_rank: Sequence[Mapping[str, float]], layout: Layout, cluster: Cluster) -> Room:
-    """Returns the room that one host needs.
+    """Returns the `Room` of one host of the cluster.
 
-    by_rank  bytes by tier of each rank that differs, where each of them stands for as many. A host that has whole
-             replicas of the model has their mean, another may have the fullest of them alone
+    by_rank  {tier: bytes} of each rank that differs, each standing for equally many ranks. A host that holds complete
+             replicas needs the mean times its ranks; any other host may hold only ranks that need the most
     """
     ranks = ranks_of_host(layout, cluster)
     mean = ranks % (layout.world_size // layout.replicas) == 0

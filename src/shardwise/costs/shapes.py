@@ -1,9 +1,9 @@
-"""`Shape`: a decoder by numbers, its parameters by component, its FLOPs. Families: planner/decoders.
+"""`Shape`: a decoder's sizes, its parameters by component, its FLOPs. Families of decoders: planner/decoders.
 
-The shapes of GPT, Llama and mixtures of experts are the same few matrices; what differs is data in `Shape`.
+GPT, Llama and mixtures of experts are made of the same few matrices; fields of `Shape` say which a model has.
 
     parameters of a layer    q, k, v, o; up, (gate,) down, times experts; router; two norms
-    latent attention         q and k v by way of narrow latents; the rotary part of a key is one for all heads
+    latent attention         q, k and v are projected from narrow latents; all heads share the rotary part of a key
     FLOPs of a token         6 P for forward and backward (2 P + 4 P), and attention's 12 L h s, half of it if causal
 """
 
@@ -16,7 +16,7 @@ from functools import cached_property
 
 from shardwise.errors import InputError
 
-# of some models, 0 in the catalogue for the others
+# columns of the model catalogue that are 0 for most models
 OF_SOME = (
     "kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed", "parallel",
     "ahead", "expert_bias",
@@ -27,21 +27,27 @@ OF_SOME = (
 class Shape:
     """A decoder's sizes: layers, heads, and widths in elements.
 
-    gated             the feed-forward has three matrices (SwiGLU) and not two
-    bias              the matrices have biases
-    experts           0: dense. Then `ffn` is an expert's width, `top_k` of them see a token
+    hidden            width of the stream (the model dimension)
+    head_dim          width of a head's query and key
+    ffn               inner width of the feed-forward, or of one expert
+    gated             whether the feed-forward has three matrices (SwiGLU) and not two
+    tied              whether the output matrix is the embedding
+    bias              whether all matrices have biases; `qkv_bias`: those of q, k and v
+    qk_norm           whether each head's queries and keys are normed
+    experts           number of experts of a layer, 0: dense; a token is routed to `top_k` of them
+    shared_experts    number of further experts that every token uses
     learned_positions length of a learned position table, 0 without
-    kv_latent         keys and values are made from a latent of this width, which is normed (DeepSeek-V2, section 2.1);
-                      0: from the stream. Then `head_dim` is the width of a query and key, `rope_dim` of it rotary
-    q_latent          queries too; 0: from the stream
-    value_dim         width of a head's value where it is not `head_dim`
-    dense_layers      so many layers in front have one feed-forward of `dense_ffn` in place of experts
-    windowed          in so many layers a query sees the last `window` positions alone
-    parallel          attention and feed-forward read the same stream and are added to it together, through so many
-                      norms of it, 1 or 2 (GPT-J, PaLM, GPT-NeoX, Falcon); 0: one after the other
-    ahead             so many tokens further on are predicted as well, each by one more layer, behind a matrix that
-                      joins two streams, and the output matrix again (DeepSeek-V3, section 2.2)
-    expert_bias       1: experts have biases, and what they activate is clamped (GPT-OSS)
+    kv_latent         width of the normed latent from which keys and values are projected (DeepSeek-V2, section 2.1);
+                      0: from the stream. With a latent, `rope_dim` elements of `head_dim` are rotary
+    q_latent          width of the latent from which queries are projected; 0: from the stream
+    value_dim         width of a head's value; 0: `head_dim`
+    dense_layers      number of first layers that have a feed-forward of width `dense_ffn` in place of experts
+    windowed          number of layers in which a query attends to the last `window` positions alone
+    parallel          number of norms (1 or 2) of a layer whose attention and feed-forward both read the layer's input
+                      and are added to it (GPT-J, PaLM, GPT-NeoX, Falcon); 0: one after the other
+    ahead             number of further tokens that are predicted, each by one more layer after a matrix that joins two
+                      streams, and by the output matrix again (DeepSeek-V3, section 2.2)
+    expert_bias       1: experts have biases and clamped activations (GPT-OSS); else 0
     """
 
     layers: int
@@ -83,7 +89,7 @@ class Shape:
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> Shape:
-        """Returns the shape that a row of the model catalogue describes."""
+        """Returns the shape of a row of the model catalogue; `row`: {column: text}."""
         gated = row["gated"] == "1"
         layer_norm = row["norm"].startswith("LayerNorm")
         return cls(
@@ -120,7 +126,7 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Returns the width of one token's keys and values, all heads, as attention reads them."""
+        """Returns the elements of one token's keys and values of all kv heads."""
         return self.kv_heads * (self.head_dim + self.value_width)
 
     @property
@@ -130,40 +136,43 @@ class Shape:
 
     @property
     def output_width(self) -> int:
-        """Returns the width of attention's output: all heads' values."""
+        """Returns the elements of attention's output for one token, of all heads."""
         return self.heads * self.value_width
 
     @property
     def attention_width(self) -> float:
-        """Returns the mean width of attention's two products, all heads."""
+        """Returns the mean of query and output width, all heads, so that both products have 2 x it FLOPs a pair."""
         return (self.query_width + self.output_width) / 2
 
     def heads_of(self, ranks: int) -> int:
-        """Returns the query heads of the rank that has most; heads that share keys stay together while these last."""
+        """Returns the query heads of the rank with the most, of `ranks` ranks over which heads are dealt.
+
+        Query heads that share keys stay on one rank, unless there are more ranks than kv heads.
+        """
         together = self.heads // self.kv_heads if ranks <= self.kv_heads else 1
         return math.ceil(self.heads / together / ranks) * together
 
     def projections(self, tp: int = 1) -> list[tuple[float, float]]:
-        """Returns (out, in) of each of attention's matrices on the fullest of `tp` ranks.
+        """Returns (out features, in features) of each of attention's matrices on the rank of `tp` with the most heads.
 
-        Keys and values are kept whole beyond the kv heads, and so are the matrices that make latents.
+        The order is latents, q k v, output. A rank has at least one kv head, and matrices of latents are replicated.
         """
         heads, kv = self.heads_of(tp), math.ceil(self.kv_heads / tp) * self.kv_width / self.kv_heads
         out_of = [(float(self.hidden), float(heads * self.value_width))]
         if not self.kv_latent:
             return [(heads * self.head_dim + kv, float(self.hidden)), *out_of]
-        made = float(heads * (self.head_dim - self.rope_dim + self.value_width))  # the rotary part is not
+        made = float(heads * (self.head_dim - self.rope_dim + self.value_width))  # rotary part: with the latents
         queries = [(float(heads * self.head_dim), float(self.q_latent or self.hidden))]
         return [*self.latents, *queries, (made, float(self.kv_latent)), *out_of]
 
     def window_keys(self, seq: float) -> float:
-        """Returns the length of a causal sequence whose queries see, in the mean, as many positions as the window."""
+        """Returns the length of a causal sequence with as many (query, key) pairs a query as a window has in `seq`."""
         window = min(float(self.window or seq), seq)
         return 2 * window - window * window / seq
 
     @property
     def latents(self) -> list[tuple[float, float]]:
-        """Returns (out, in) of the matrices that make latents, and of the keys' rotary part."""
+        """Returns (out features, in features) of the matrices of latents, keys' rotary part included; [] without."""
         if not self.kv_latent:
             return []
         queries = [(float(self.q_latent), float(self.hidden))] if self.q_latent else []
@@ -175,7 +184,7 @@ class Shape:
         return round(self.attention_share())
 
     def attention_share(self, tp: int = 1) -> float:
-        """Returns attention's parameters on one of `tp` ranks."""
+        """Returns the parameters of one layer's attention on one rank of `tp`."""
         matrices = sum(out * deep for out, deep in self.projections(tp))
         wide = self.query_width + self.kv_width
         biases = (wide if self.bias or self.qkv_bias else 0) + (self.hidden if self.bias else 0)
@@ -211,12 +220,12 @@ class Shape:
 
     @property
     def joined_parameters(self) -> int:
-        """Returns extra parameters of a layer that predicts further ahead: a matrix that joins streams, three norms."""
+        """Returns the parameters that a layer which predicts a further token adds: a joining matrix, three norms."""
         return 2 * self.hidden**2 + 3 * self.norm_parameters
 
     @cached_property
     def in_front(self) -> Shape:
-        """Returns the `Shape` of this model's dense layers alone, those in front of its layers with experts."""
+        """Returns the `Shape` of this model's `dense_layers` alone, which come before those with experts."""
         return self.with_(
             layers=max(1, self.dense_layers), ffn=self.dense_ffn or self.ffn, experts=0, top_k=0, shared_experts=0,
             dense_layers=0, dense_ffn=0, ahead=0,
@@ -224,7 +233,7 @@ class Shape:
 
     @property
     def layers_parameters(self) -> int:
-        """Returns parameters of all layers, those that predict further ahead among them."""
+        """Returns the parameters of all layers, including those that predict further tokens."""
         ahead = self.ahead * (self.layer_parameters + self.joined_parameters)
         more = self.dense_layers * (self.in_front.layer_parameters - self.layer_parameters) if self.dense_layers else 0
         return self.layers * self.layer_parameters + more + ahead
@@ -235,7 +244,7 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """Returns parameters of the output matrix, 0 where it is the embedding's."""
+        """Returns the parameters of the output matrix, 0 if it is the embedding (`tied`)."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
@@ -252,21 +261,22 @@ class Shape:
     # --- FLOPs
 
     def flops_per_token(self, seq: int, convention: str = "6P+6Lhs") -> float:
-        """Returns model FLOPs of forward and backward for one token.
+        """Returns the model FLOPs of forward and backward for one token in a sequence of `seq`, by a convention.
 
-        6P+6Lhs    P active parameters without the embedding lookup; attention counted causal, and as far as windows
-               reach (the default here)
-        6P+12Lhs   all parameters, attention counted in full (PaLM, MosaicML)
-        72Blsh2    Megatron's formula (Korthikanti et al. 2022), attention in full, vocabulary once
-        96Blsh2    the same with a recomputed forward (Narayanan et al. 2021): hardware FLOPs
-        Raises `InputError` for another.
+        6P+6Lhs    P: active parameters without the embedding lookup; of attention only pairs that causality and windows
+                   leave
+        6P+12Lhs   P: active parameters; attention without a mask (PaLM, MosaicML)
+        72Blsh2    Megatron's formula (Korthikanti et al. 2022), attention without a mask, vocabulary once
+        96Blsh2    the same with a recomputed forward (Narayanan et al. 2021), so hardware FLOPs
+
+        Raises `InputError` for any other convention.
         """
         width = self.attention_width
         if convention == "6P+12Lhs":
             return 6.0 * self.active_parameters + 12.0 * self.layers * width * seq
         if convention == "6P+6Lhs":
             lookup = self.embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
-            lookup -= self.ahead * self.vocab * self.hidden  # the output matrix is met again
+            lookup -= self.ahead * self.vocab * self.hidden  # the output matrix is used again
             seen = (self.layers + self.ahead - self.windowed) * seq + self.windowed * self.window_keys(seq)
             return 6.0 * (self.active_parameters - lookup) + 6.0 * width * seen
         h, layers = self.hidden, self.layers

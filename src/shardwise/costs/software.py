@@ -1,4 +1,4 @@
-"""How an implementation runs a decoder: kernels, dtypes (`STATES`), overlap; `as_planned`: what a plan changes of it.
+"""`Software`: how an implementation runs a decoder (kernels, dtypes, overlap); `SOFTWARE` by name; `States` of dtypes.
 
 Facts about programs, from their papers and sources; nothing here is a fitted number.
 """
@@ -20,14 +20,14 @@ from shardwise.layout.zero_stages import STAGES, ZeroStage
 
 @dataclass(frozen=True)
 class States:
-    """Bytes for one parameter, by class. The known sums (16, 18, 20, ...) are what falls out.
+    """Bytes per parameter of a dtype policy. Their sums are the known 16, 18, 20, ...
 
-    weight      what the module computes with
-    gradient    what backward leaves, and what it is summed in
-    master      a second copy for the optimizer, 0 without
-    optimizer   its own state
-    copies      gradient copies that live beside the first at the optimizer step
-    sent        a gradient on the wire, 0 where it is sent as it is held
+    weight      weights with which the module computes
+    gradient    gradients and the sum over micro-batches
+    master      master weights, 0 without
+    optimizer   optimizer state
+    copies      copies of gradients that live during the optimizer step
+    sent        bytes of a gradient on the wire; 0: as in `gradient`
     """
 
     name: str
@@ -40,12 +40,12 @@ class States:
 
     @property
     def held(self) -> float:
-        """Returns the bytes of what the optimizer updates: the master, or the weight without one."""
+        """Returns the bytes per parameter of what the optimizer updates: the master weight, else the weight."""
         return self.master or self.weight
 
     @property
     def on_wire(self) -> float:
-        """Returns bytes of a gradient that is summed over ranks."""
+        """Returns the bytes per parameter of a gradient on the wire."""
         return self.sent or self.gradient
 
     @property
@@ -73,65 +73,66 @@ STATES: dict[str, States] = {
 class Software:
     """How one implementation runs a decoder: dtypes, kernels, fusions and overlaps.
 
+    A bool says whether the sentence holds. "Products" are matrix products.
+
     attention        "unfused" (scores are written), or a kernel of attention.csv
     fused            norms, activations, dropout and residuals each read and write their tensors once
     fused_adam       the optimizer's step is one kernel, not torch's ops over all tensors
-    overlap_dp       gradient reductions run beside backward
-    overlap_gathers  updated weights are gathered beside the next forward (ZeRO 1 and 2), not waited for
-    overlap_tp       tensor-parallel collectives run beside matrix products
-    gathers_per_unit collectives in which ZeRO-3 gathers one layer: 1 where it is flattened, else one for each parameter
+    overlap_dp       gradient reductions run during backward
+    overlap_gathers  updated weights are gathered during the next forward (ZeRO 1 and 2), not waited for
+    overlap_tp       tensor-parallel collectives run during matrix products
+    gathers_per_unit all-gathers of ZeRO-3 for one layer: 1 if its weights are flattened, else one for each parameter
     gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
-    copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
-    accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
-    buckets          gradients are copied into buckets that are sent, or added to what lies there
-    bucket           elements that are summed over data ranks, or gathered, as one message, and how many for each of
-                     those ranks, the larger of the two (under ZeRO-2 the first alone); inf: all at once. `by_unit`: a
-                     layer, as FSDP shards them
-    unit_bytes       bytes that ZeRO-3 moves for each weight in a micro-batch beside what is sent: out of the buffer of
-                     gathered weights, twice, and of gradients into the buffer that is scattered
-    selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
-                     "elementwise" (all but products and attention), "products" (every second of them too), or "latents"
-                     (queries, keys and values that are made of latents: Megatron-Core's mla_up_proj), "activations"
+    copies_us        microseconds of one copy, if a collective returns a tensor for each rank and copies them one by one
+    accumulates      the product that makes a weight's gradient adds it into a float32 buffer
+    buckets          gradients are copied into the buckets that are sent, or added to them
+    bucket           (elements, elements for each data rank): the larger is one message of a reduction or gather (under
+                     ZeRO-2 the first); inf: all at once. `by_unit`: a message is a layer instead, as in FSDP
+    unit_bytes       bytes that ZeRO-3 copies for each weight in a micro-batch: gathered weights out of their buffer,
+                     twice, and gradients into the buffer that is scattered
+    selective        what remat=selective recomputes: "attention" (scores, or the kernel: Korthikanti et al. 2022),
+                     "elementwise" (all but products and attention), "products" (every second product too), "latents"
+                     (queries, keys and values projected from latents: Megatron-Core's mla_up_proj), "activations"
                      (norms and activations: its layernorm and moe_act), or "experts" (norms, and the feed-forward or
                      routing, exchange and experts: its layernorm and moe)
-    ring             attention around the ring of cp, causal work dealt evenly: "even" (one fused kernel), "passed"
-                     (one for each block, as here) or "merged" (PyTorch's): costs/rings
-    repeats_keys     keys and values are copied for each head of queries that reads them
-    waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
-    reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
-    dtensors         tp by PyTorch's: products keep what sp gathered for their weights' gradients; those begun early are
-                     in pieces (fused_matmul_reduce_scatter), which are all written and then added up
-    sums_once        under ZeRO-2 and 3 gradients stay whole, and are summed after the last micro-batch (FSDP's no_sync)
-    pipelines_whole  so it is under a pipeline, beside nothing, and ZeRO-3 gathers a stage's weights once in a step
+    ring             attention around the ring of cp with balanced causal work, a key of rings.RINGS
+    repeats_keys     keys and values are copied for each query head that reads them
+    waits            a compiled block waits for each collective of cp at once (functional collectives, traced)
+    reorders         a copy puts what sp gathers, or scatters, into the order of samples if there are several
+    dtensors         tp is PyTorch's: products keep gathered inputs for their weights' gradients; early sums are in
+                     pieces (fused_matmul_reduce_scatter), which are all written and then added up
+    sums_once        under ZeRO-2 and 3 gradients stay unsharded until the last micro-batch (FSDP's no_sync)
+    pipelines_whole  the same under a pipeline, without overlap, and ZeRO-3 gathers a stage's weights once in a step
     widens           a gradient is copied into the dtype of its sum before it is added
-    one_sum          attention and feed-forward that read the same stream are added before tp sums them, as one message
-    windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
-    split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
+    one_sum          attention and feed-forward that read the same stream are added before tp's one all-reduce of both
+    windows          attention skips keys outside of a window; if not, they are masked but computed
+    split_sends      a stage's message is sharded over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
-    overlap_ep       share of a device's processors that send rows of experts beside computing; 0: computing waits
-    dispatch         how rows reach their experts: "each" copy by itself, "deepep" (a row once to each rank that has
-                     some of its experts), or "hybridep" (the same, padded for FP8 on the way)
-    joins_experts    experts' activation, and the casts of what is made there, are part of their grouped products
-    drops            experts take a fixed number of rows, and more are dropped: no sizes are read on the way
+    overlap_ep       share of a device's multiprocessors that send tokens to experts during compute; 0: compute waits
+    dispatch         how tokens reach their experts: "each" copy by itself, "deepep" (a token once to each rank that has
+                     some of its experts), or "hybridep" (as deepep, and the exchange pads for FP8)
+    joins_experts    experts' activation, and casts of its output, are fused into their grouped products
+    drops            experts take a fixed number of tokens and drop the others, so that no sizes are read
     megatron         layers are those of Megatron-Core with Transformer Engine (costs/host_seconds, costs/block)
-    graphs           what is replayed as CUDA graphs, which the host starts as one: a whole "step", what is before the
-                     experts of a layer ("attention"), what routes rows to them ("routing"), both, or nothing
-    prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
-                     "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
+    graphs           what CUDA graphs replay: "step" (all), "attention" (a layer's part before the experts), "routing"
+                     (what routes tokens to experts), both words, or "" (nothing)
+    prefetch         when ZeRO-3 gathers the next unit in backward: "before" this unit's gradients are sent (FSDP2),
+                     "after" that (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
-    launch_us        time a kernel's launch adds on the device
-    loss             which operations make the loss, a key of LOSS_BYTES
-    logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
-    cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
+    grad_reduce_bytes bytes of an element in the reduction of gradients
+    launch_us        microseconds that a kernel's launch adds on the device
+    loss             which operations compute the loss, a key of LOSS_BYTES
+    logit_peak_bytes bytes alive for each logit during the loss: 2 in bf16, 4 in float32, and those not in place
+    cut_logit_bytes  the same if tp cuts the vocabulary and the loss then runs other operations, else 0
     kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
-                     what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
+                     weights of no layer: 2, or 1 if output matrix and embedding are separate units
     stops_early      full recompute ends with the last tensor that backward reads, as torch's non-reentrant checkpoint
-                     does: a dense layer's last product is not run again, nor what tp sends of it
-    weighs_first     a row is weighed before its expert's last product, so recompute that stops early ends before that
-    in_parts         full recompute is of a dense layer's norms, attention and feed-forward apart, whose inputs are kept
+                     does, so that a dense layer's last product, and tp's message after it, do not run again
+    weighs_first     a token's routing weight is applied before its expert's last product (`stops_early` skips that)
+    in_parts         full recompute treats norms, attention and feed-forward of a dense layer separately
     in_backward      each parameter is updated as soon as its gradient is there, which is then freed
-    workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
-    fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
+    workspace_bytes  bytes that libraries (cuBLAS, Transformer Engine) keep inside the allocator
+    fp8              how inputs of FP8 or FP4 products are scaled, a key of FP8; "": products in 16 bits
     """
 
     name: str
@@ -185,40 +186,42 @@ class Software:
     source: str = ""
 
     def pieces(self, elements: float, ranks: int, layers: float, stage: ZeroStage) -> int:
-        """Returns the number of messages in which `elements` weights of `layers` layers are reduced or gathered."""
+        """Returns the number of collectives that reduce or gather `elements` weights of `layers` layers.
+
+        ranks  data ranks of each collective; `stage`: the plan's ZeRO stage
+        """
         if self.by_unit or stage.weights:
             return max(1, round(layers))
-        # where whole gradients stay, no memory speaks against larger ones
+        # larger messages would keep more unsharded gradients, which matters only if gradients are sharded
         grown = 0.0 if stage.gradients else self.bucket[1] * ranks
         return max(1, math.ceil(elements / max(self.bucket[0], grown)))
 
     @property
     def bits(self) -> int:
-        """Returns how many bits an element has that the layers' products read: 16, 8 (FP8) or 4 (FP4)."""
+        """Returns the bits of an element that the layers' products read: 16, 8 (FP8) or 4 (FP4)."""
         return FP8[self.fp8].bits if self.fp8 else 16
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
-        """Returns (bytes that forward moves for one logit, bytes of backward), with compiled blocks too."""
+        """Returns the bytes moved for each logit in (forward, backward) of the loss; a compiled plan has the same."""
         return LOSS_BYTES[self.loss]
 
 
-# The median of what Megatron's tests with Transformer Engine hold beyond the terms of costs/memory, of every other row
+# Median bytes that Megatron's tests with Transformer Engine hold beyond the terms of costs/memory, over every other row
 # of megatron_ci_golden.csv; scored on the rows between (benchmarks/forecast.py)
 TE_WORKSPACE = 0.11 * 2**30
 
-# What Megatron sends at a time where it overlaps that (core/distributed/distributed_data_parallel.py): 40M elements, or
-# a million for each data rank
+# Megatron's `bucket` if it overlaps reductions (core/distributed/distributed_data_parallel.py): 40M elements, or a
+# million for each data rank
 MEGATRON_BUCKET = (40e6, 1e6)
 
-# Bytes that forward and backward move of one logit in bf16 until its gradient is there. "fused": read once, float32
-# written once. "torch": widened, log-softmax, picked; filled, softmax, narrowed, as traces have it. "parallel", of
-# Megatron (core/tensor_parallel/cross_entropy.py): widened, largest, subtracted, exponents, sum, divided; multiplied,
-# narrowed
+# loss -> bytes moved for each bf16 logit in (forward, backward). "fused": read once, float32 written once. "torch", as
+# traces have it: cast to float32, log-softmax, picked; filled, softmax, cast back. "parallel", Megatron's
+# (core/tensor_parallel/cross_entropy.py): cast, maximum, subtracted, exponents, sum, divided; multiplied, cast back
 LOSS_BYTES = {"fused": (6, 6), "torch": (14, 18), "parallel": (2 + 4 + 4 + 8 + 8 + 4 + 8, 8 + 4 + 2)}
 
-# PyTorch's loss_parallel: in backward log-probabilities, the gradient of what was picked, exponents and their sum, each
-# in float32 (torch/distributed/tensor/parallel/loss)
+# Bytes alive for each logit in PyTorch's loss_parallel: in backward log-probabilities, their gradient, exponents and
+# sums, each in float32 (torch/distributed/tensor/parallel/loss)
 LOSS_PARALLEL = 16.0
 
 SOFTWARE: dict[str, Software] = {
@@ -358,12 +361,12 @@ SOFTWARE: dict[str, Software] = {
 }
 
 
-for _name, _of, _changes in VARIANTS:  # some are variants of others
+for _name, _of, _changes in VARIANTS:  # in order, since a variant may be of an earlier variant
     SOFTWARE[_name] = replace(SOFTWARE[_of], name=_name, **_changes)
 
 
 def software(name: str) -> Software:
-    """Returns an implementation by name, with a recipe of FP8 for an ending such as "-fp8"; `InputError` if unknown."""
+    """Returns the `Software` of a name; a suffix such as "-fp8" adds a recipe of FP8. Unknown: raises `InputError`."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]
@@ -381,13 +384,13 @@ def software(name: str) -> Software:
 
 
 def as_planned(software: Software, layout: Layout) -> Software:
-    """Returns the software with a plan's switches: fused elementwise ops (compile), early sums of tp, reduce_dtype."""
+    """Returns the software with a plan's switches applied: `compile`, `tp_overlap` and `reduce_dtype`."""
     return _switched(software, layout.compile, layout.tp_overlap, layout.reduce_dtype)
 
 
 @lru_cache(maxsize=64)  # a search asks for each of its layouts, which have a few of them
 def _switched(software: Software, compiled: bool, early: bool, reduce_dtype: str) -> Software:
-    """Returns the software as the plan switches it."""
+    """Returns the software with ops fused if `compiled`, tp overlapped if `early`, and gradients' sum dtype."""
     return replace(
         software,
         fused=software.fused or compiled,
@@ -397,26 +400,26 @@ def _switched(software: Software, compiled: bool, early: bool, reduce_dtype: str
 
 
 def whole_in_pipeline(software: Software, layout: Layout) -> bool:
-    """Whether a stage under ZeRO-2 or 3 keeps its gradients whole and sums them once, after all micro-batches.
+    """Whether pipeline stages under ZeRO-2 or 3 keep gradients unsharded and reduce them after all micro-batches.
 
-    Under ZeRO-3 it then gathers its weights once."""
+    Under ZeRO-3 they then gather their weights once in a step."""
     return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
 
 
 def whole_gradients(software: Software, layout: Layout) -> bool:
-    """Whether gradients under ZeRO-2 and 3 stay whole until the last micro-batch, and are then summed over ranks."""
+    """Whether gradients under ZeRO-2 or 3 stay unsharded until the last micro-batch, and are reduced after it."""
     between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
     return between or whole_in_pipeline(software, layout)
 
 
 def handled_bytes(software: Software, layout: Layout) -> float:
-    """Returns the bytes moved for each weight in a micro-batch beside its products: gradient sums, ZeRO-3's copies."""
+    """Returns the bytes moved per weight in a micro-batch by gradient sums and ZeRO-3's copies."""
     gradient = STATES[software.states].on_wire
     kept = whole_in_pipeline(software, layout)
     if layout.sharded.weights and not kept:
         return software.unit_bytes
-    # the stage that is named, on one rank too, whose gradients are shards by name
+    # the plan's stage decides, not `layout.sharded`, since with one rank ZeRO-2 runs the same copies
     if (not STAGES[layout.zero].gradients or kept) and layout.n_micro * layout.rounds > 1:
-        widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
-        return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
+        widened = 2 * gradient if software.widens else 0  # the cast copy is written, then read for the sum
+        return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # gradient read, sum read and written
     return 2 + gradient if software.buckets else 0.0

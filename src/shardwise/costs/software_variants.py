@@ -1,4 +1,4 @@
-"""`VARIANTS`: implementations of `costs/software` at another time, or with another switch: data alone."""
+"""`VARIANTS`: the implementations of `costs/software` in other versions or with other switches, as data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 # casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
 FSDP2_BYTES = 2 * (2 + 2) + (2 + 4)
 
-# The same software at another time, or with another switch: (name, of which, what differs)
+# (name of the variant, name of the `Software` it is a variant of, {field: value} that differs)
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "megatron-deepspeed", "megatron-2021",

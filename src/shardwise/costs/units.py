@@ -1,4 +1,4 @@
-"""Numbers as people write them: 16M-tokens, 4096, 8k."""
+"""Parses numbers, batches, times and tokens as people write them (16M-tokens, 8k, 20m), and formats bytes and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
 def count(text: str, what: str) -> int:
-    """Returns the whole number in `text`, such as 512, 8k or 16M (powers of 1024); else `InputError`, with `what`."""
+    """Returns the whole number in `text`, such as 512, 8k or 16M (powers of 1024); else raises `InputError`.
+
+    what  name of the option, with which messages begin
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
     value = float(match[1]) * FACTORS[match[2].lower()] if match else 0.0
     if not match or value != int(value) or value < 1:
@@ -19,16 +22,16 @@ def count(text: str, what: str) -> int:
 
 
 def batch(text: str, seq: int | None) -> int:
-    """Returns a global batch in samples from `512`, `512-samples`, or `16M-tokens` of sequences of `seq` tokens.
+    """Returns the samples of a global batch given as `512`, `512-samples` or `16M-tokens` (`seq` tokens a sample).
 
-    Raises `InputError` for other text, and for tokens that are no whole samples or where `seq` is None.
+    Raises `InputError` for other text, for a number of tokens that is no multiple of `seq`, or if `seq` is None.
     """
     number, _, unit = text.strip().partition("-")
     if not number:
         raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
     if unit in ("", "samples", "sample"):
         samples = count(number, "--global-batch")
-        # a million samples in a step is nearly always a number of tokens
+        # a million samples in a step are nearly always meant as tokens
         if samples >= 2**20 and not unit:
             raise InputError(
                 f"--global-batch: {text} would be {samples:,} samples in a step: write {number}-tokens where tokens "
@@ -51,7 +54,7 @@ def batch(text: str, seq: int | None) -> int:
 
 
 def duration(text: str, what: str) -> float:
-    """Returns the seconds of `90s`, `20m`, `3h` or `2d`; raises `InputError`, with `what`, for other text."""
+    """Returns the seconds of `90s`, `20m`, `3h` or `2d`; raises `InputError` that begins with `what` otherwise."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a time such as 90s, 20m, 3h or 2d, got {text!r}")
@@ -59,7 +62,7 @@ def duration(text: str, what: str) -> float:
 
 
 def tokens(text: str, what: str) -> float:
-    """Returns the tokens of `300B`, `15T` or `5e9`, with powers of 1000; others: `InputError` that names `what`."""
+    """Returns the tokens of `300B`, `15T` or `5e9` (powers of 1000); raises `InputError` with `what` otherwise."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a number of tokens such as 300B or 15T, got {text!r}")

@@ -1,7 +1,6 @@
-"""Data: from positions to samples to this rank's parts, sources of the usual kinds, and two small data sets.
+"""Data: sources of the usual kinds, sample order, loaders that read this rank's part, and two small data sets.
 
-What reads and writes tiles is imported when it is asked for: it needs the engine, a second of import for workers that
-read and for the command that only starts ranks.
+`tiles` is imported at its first use, since it imports the engine: that costs a second, in worker processes too.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""NumPy arrays as a source: files stay on disk and are memory-mapped, arrays in memory are taken as they are."""
+"""`ArraySource`: NumPy arrays as a source; .npy files are memory-mapped, arrays in memory are used as they are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from shardwise.errors import InputError
 
 
 class ArraySource:
-    """{name: (B, ...)} of arrays whose first dim counts the samples; a path is a `.npy` file, mapped read-only.
+    """A source of {name: tensor (B, ...)} from arrays whose first dim counts the samples.
 
-    global_shape  the extents of space, with which the shapes of fields end: of these, a rank of a plan that cuts space
-                  reads its tile alone
+    arrays        name -> array, or path of a `.npy` file, which is mapped read-only
+    global_shape  sizes of the dims of space, with which shapes of fields end; under a plan that shards space a rank
+                  reads only its tile of these arrays. None: there are no fields
     """
 
     def __init__(
@@ -29,14 +30,14 @@ class ArraySource:
         self._open()
 
     def _open(self) -> None:
-        """Map or take each array, into `arrays`; `InputError` where lengths differ, or none has `global_shape`."""
+        """Opens each array into `arrays`; `InputError` if lengths differ, or no array has `global_shape`."""
         self.arrays = {name: _opened(name, array) for name, array in self.sources.items()}
         lengths = {name: len(array) for name, array in self.arrays.items()}
         # sample i is row i of every array
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise InputError(f"ArraySource: the arrays have other numbers of samples: {told}")
-        # with `global_shape` ranks read tiles, so some array must have these extents
+        # otherwise no array would be read by tile
         if self.global_shape is not None and not any(map(self._has_space, self.arrays.values())):
             told = ", ".join(f"{name} {array.shape[1:]}" for name, array in self.arrays.items())
             raise InputError(f"ArraySource: global_shape={self.global_shape}, and no array's samples end in it: {told}")
@@ -49,7 +50,10 @@ class ArraySource:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
-        """Returns the samples at `indices`; `region`: (start, stop) along each dim of `global_shape`, for fields."""
+        """Returns {name: tensor (B, ...)} of the samples at `indices`.
+
+        region   (start, stop) along each dim of `global_shape`, to which fields are restricted; None: whole fields
+        """
         tensors = {}
         for name, array in self.arrays.items():
             if region is None or not self._has_space(array):
@@ -57,7 +61,7 @@ class ArraySource:
             else:
                 inside = (..., *(slice(start, stop) for start, stop in region))
                 values = np.stack([array[index][inside] for index in indices])
-            # in this machine's order of bytes, the only one that torch has
+            # torch has only this machine's byte order
             tensors[name] = torch.from_numpy(np.ascontiguousarray(values, values.dtype.newbyteorder("=")))
         return tensors
 
@@ -70,7 +74,7 @@ class ArraySource:
 
 
 def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
-    """Returns an array, or a .npy file mapped; `InputError` where it cannot be read or holds no numbers."""
+    """Returns the array, or the memory-mapped .npy file; `InputError` if it is unreadable or holds no numbers."""
     if isinstance(array, str | Path):
         try:
             loaded: np.ndarray = np.load(array, mmap_mode="r", allow_pickle=False)
@@ -87,7 +91,7 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
 
 
 def _numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns the array; `InputError` unless it holds numbers, samples first."""
+    """Returns the array unchanged; `InputError` unless it has at least one dim and a numeric dtype."""
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise InputError(
             f"ArraySource: {name} is {array.dtype} of shape {array.shape}; expected numbers, samples first"

@@ -1,13 +1,13 @@
-"""`Blend`: several sources in given proportions, each with a position of its own; proof/visited counts places again.
+"""`Blend`: mixes several sources in given proportions, each with a position of its own.
 
 Positions are dealt in blocks of 4096. In each block every source has its share of places (weights are rounded to
-1/4096), which places is a keyed permutation; a source's own samples are then taken in its own order:
+1/4096), chosen by a keyed permutation; at its places, a source's samples follow in the source's own order:
 
     position   0 1 2 3 4 5 6 7 ...        weights 3 : 1
     source     a a b a a b a a            a's 0th, 1st sample, b's 0th, a's 2nd, ...
 
-How many samples of each source stand before a position follows from the position alone, so a run continues on any
-number of ranks and workers, and, since those counts are saved, with other weights too.
+How many samples of each source come before a position follows from the position alone, so a run can be resumed on any
+number of ranks and workers and, since those counts are saved, with other weights too.
 
 What this does not do: change weights during a run.
 """
@@ -33,11 +33,12 @@ BLOCK = 4096
 
 
 class Blend:
-    """Samples of several sources as one `Source`; their batches must have the same fields.
+    """A `Source` that mixes several sources, whose batches must have the same fields.
 
     parts   name -> (source, weight); weights are relative, and above 0
 
-    Its length is that of all sources together; what an epoch of the blend holds follows the weights.
+    Its length is the sum of the sources' lengths; how often a sample occurs in an epoch of the blend depends on the
+    weights.
     """
 
     def __init__(self, parts: Mapping[str, tuple[Source, float]]) -> None:
@@ -53,7 +54,7 @@ class Blend:
                 raise InputError(
                     f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0, and finite"
                 )
-        # raises for more sources than a block has places: some would never be read
+        # raises if there are more sources than places in a block, of which some would never be read
         shares(self.weights)
         self.notices = [
             f"{name}: {notice}" for name, (source, _) in parts.items() for notice in getattr(source, "notices", ())
@@ -64,15 +65,15 @@ class Blend:
         return sum(self.lengths)
 
     def order(self, seed: int) -> BlendOrder:
-        """Returns the order in which a loader reads this blend."""
+        """Returns the order in which a loader reads this blend, shuffled by `seed`."""
         return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns the joined batch of samples, numbered over all sources one after another.
+        """Returns the joined batch of the samples at `indices`, which count over all sources one after another.
 
-        `region` goes to each source. Raises `InputError` where their fields, shapes or dtypes differ.
+        `region` is passed to each source. Raises `InputError` if their fields, shapes or dtypes differ.
         """
-        # global numbers run over the sources one after another: the owner is the last that starts at or before one
+        # the owner of an index is the last source that starts at or before it
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         rows: dict[int, list[int]] = {}
         for place, source in enumerate(owner.tolist()):
@@ -85,13 +86,17 @@ class Blend:
 
 
 def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
-    """Returns several sources' batches joined, each row at its place; `InputError` where fields or dtypes differ."""
-    # one source has its rows in order already
+    """Returns several sources' batches joined into one; `InputError` if fields, shapes or dtypes differ.
+
+    places   for each sample, in the order of `batches`, its index in the result
+    names    of the sources, for messages
+    """
+    # the samples of a single source are in order already
     if len(batches) == 1:
         return batches[0]
     flat = [pytree.tree_flatten_with_path(batch) for batch in batches]
     specs = [spec for _, spec in flat]
-    # compared by structure first: zip below would pair fields by place, not by name
+    # compare structures first, since zip below pairs fields by position, not by name
     if any(spec != specs[0] for spec in specs):
         paths = (", ".join(pytree.keystr(path) for path, _ in keyed) for keyed, _ in flat)
         told = "; ".join(f"{name} has {path}" for name, path in zip(names, paths, strict=True))
@@ -111,7 +116,10 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns how many of a block's places each source gets, by weight, at least one; `InputError` for too many."""
+    """Returns how many of the `BLOCK` places of a block each source gets, by weight and at least one.
+
+    Raises `InputError` for more sources than places.
+    """
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(exact).astype(int), 1)
     for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
@@ -126,7 +134,10 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (source of each place of a block, how many places of that source precede it), both (BLOCK,) int64."""
+    """Returns (source of each place of a block, number of that source's places before it), both (BLOCK,) int64.
+
+    counts   places of each source, as `shares` returns them
+    """
     places = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
     source = np.searchsorted(np.cumsum(counts), places, side="right")
     before = np.empty(BLOCK, dtype=np.int64)
@@ -138,16 +149,16 @@ def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, 
 
 @dataclass(frozen=True)
 class BlendOrder(Order):
-    """The order of a blend. `drawn` are the samples of each source that were read before position `origin`."""
+    """The sample order of a blend, whose `indices` count over all sources one after another."""
 
     weights: tuple[float, ...] = ()  # of each source, as given
     lengths: tuple[int, ...] = ()  # samples of each source
     names: tuple[str, ...] = ()
-    drawn: tuple[int, ...] = field(default=())
+    drawn: tuple[int, ...] = field(default=())  # samples of each source that were read before `origin`; (): none
     origin: int = 0  # position in the order at which these weights began
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples at positions [start, stop), numbered over all sources; `InputError` before `origin`."""
+        """Returns the samples' indices at positions [start, stop), int64; `InputError` if `start` precedes `origin`."""
         if start < self.origin:
             raise InputError(f"this blend continues from position {self.origin}, {start} lies before it")
         offsets = np.cumsum((0, *self.lengths))
@@ -161,7 +172,7 @@ class BlendOrder(Order):
         return out
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source of each position, number of that source's sample there, from 0 on over epochs)."""
+        """Returns (source of each position, position in that source's own order, over its epochs), int64 arrays."""
         counts = shares(self.weights)
         source, number = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions - self.origin, BLOCK)
@@ -175,37 +186,42 @@ class BlendOrder(Order):
         return source, number
 
     def _samples(self, index: int, length: int, numbers: np.ndarray) -> np.ndarray:
-        """Returns the samples of source `index` at these numbers of its own order, over epochs."""
+        """Returns the samples of source `index`, which has `length`, at positions `numbers` of its own order."""
         own = Order(length, seed=hash_of(self.seed, self.names[index]), shuffle=self.shuffle)
         low = int(numbers.min())
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]
 
     def state(self, position: int) -> dict[str, Any]:
-        """Returns, as JSON, the state from which `continued` resumes at `position`, with these weights or with others.
+        """Returns the JSON state from which `continued` resumes at `position`, with these weights or with others.
 
-        `weights`, `drawn`, `positions` by source; `names` in their order; `origin`: the position at which these weights
-        began.
+        weights, drawn, positions   name of a source -> its weight, its `drawn`, its samples before `position`
+        names, origin               as the fields
         """
         drawn = dict(zip(self.names, self.drawn or (0,) * len(self.names), strict=True))
         own = {"weights": dict(zip(self.names, self.weights, strict=True)), "drawn": drawn, "origin": self.origin}
         return own | {"names": list(self.names), "positions": self.positions(position)}
 
     def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
-        """Returns this order from `position` on, each source as `state` left it; `InputError` for other sources."""
-        # with other sources, positions saved under the old names would mean nothing
+        """Returns this order from `position` on, each source at its position in `state`.
+
+        state   as the method `state` returned it for `position`, perhaps under other weights; None: there is none
+
+        Raises `InputError` for other sources, or no state.
+        """
+        # positions are saved by source name
         if state is None or set(state["positions"]) != set(self.names):
             saved = ", ".join(state["positions"]) if state else "no blend"
             raise InputError(f"the saved run read {saved}, this one {', '.join(self.names)}: blend the same sources")
         same = all(state["weights"][name] == weight for name, weight in zip(self.names, self.weights, strict=True))
-        # places of a block are dealt to sources in their order, which is a part of the state as the weights are
+        # a block's places are dealt in the order of the sources, so that must be the same too
         same = same and state.get("names", list(self.names)) == list(self.names)
-        # with the same weights the blocks go on where they were; with others a new block grid begins at `position`
+        # with the same weights the grid of blocks continues; with others a new one begins at `position`
         counts = state["drawn"] if same else state["positions"]
         origin = int(state["origin"]) if same else position
         return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)
 
     def positions(self, position: int) -> dict[str, int]:
-        """Returns {source: how many of its samples come before `position`}."""
+        """Returns {name of a source: how many of its samples come before `position`}."""
         counts, base = shares(self.weights), self.drawn or (0,) * len(self.lengths)
         block, place = divmod(position - self.origin, BLOCK)
         dealt, _ = _dealt(self.seed, block + self.origin, counts)

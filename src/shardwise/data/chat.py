@@ -1,19 +1,19 @@
-"""Messages as tokens by the tokenizer's own chat template, with a mask of what the assistant says.
+"""Turns messages into tokens by the tokenizer's chat template, with a mask of the assistant's tokens.
 
-The template is rendered as a whole, and once more up to each answer with the prompt that begins it; what lies between
-is the answer, its closing mark included, and blanks after that mark left out:
+The template is rendered for all messages, and again up to each answer with the generation prompt; the difference is
+the answer, with its closing mark but without blanks after that mark:
 
     <user> hi <end> \\n <assistant>  hello <end>  \\n <user> ...
     ------------------------------  ************  -----------    * is learned
 
-A template that marks its answers itself ({% generation %}) is asked instead. Content in parts of text goes to a
-template that reads parts as it is, to one that writes content as text joined.
+If a template marks answers itself ({% generation %}), its marks are used instead. Content that is a list of text parts
+is passed as it is to a template that reads parts, and joined for one that expects text.
 
-A template may end every text with a mark that it leaves out where messages follow (Phi's): it is the last answer's. Of
-one that renders an answer otherwise once messages follow (Qwen3 leaves out its thoughts), an earlier answer is what
-another text in its place would change, with its closing mark.
+A template may end every rendering with a mark that it leaves out if messages follow (Phi's); this mark belongs to the
+last answer. If a template renders an answer differently once messages follow (Qwen3 leaves out thoughts), the answer
+is located by rendering another text in its place.
 
-What this does not do: find an answer that a template leaves out where messages follow, without marks of its own.
+What this does not do: find an answer that an unmarked template leaves out if messages follow.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 from shardwise.errors import InputError, first_line
 
-_OTHER = "\ue000"  # of a private area of Unicode: no text has it
+_OTHER = "\ue000"  # a character of Unicode's private use area, which does not occur in texts
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer's folder; `transformers` renders it."""
+    """The chat template in a tokenizer's folder, rendered by transformers."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -57,20 +57,23 @@ class ChatTemplate:
 
     @cached_property
     def _is_marked(self) -> bool:
-        """Whether the template marks itself which text the assistant generates ({% generation %})."""
+        """Whether the template marks the assistant's text itself ({% generation %})."""
         return bool(_MARKED.search(self._tokenizer.get_chat_template()))
 
     def document(self, where: str, messages: list[Any], given: int = 0, **options: Any) -> tuple[list[int], list[bool]]:
-        """Returns (tokens, whether each is learned). Raises `InputError`, with `where`, for what cannot be rendered.
+        """Returns (token ids, whether each is learned) of one conversation.
 
-        given     messages at the start that are the prompt, of which nothing is learned
-        options   of the template: the tools that the assistant may call
+        where     place of the record, for messages
+        messages  dicts with "role" and "content"
+        given     how many messages at the start are the prompt, of which nothing is learned
+        options   options of the template, such as `tools`
+
+        Raises `InputError` for messages that the template cannot render or whose answers cannot be located.
         """
         for number, message in enumerate(messages, 1):
             if lack := _lack(message):
                 raise InputError(f"{where}: message {number} {lack}")
         messages = self._as_read(messages, **options)
-        # the template tells itself what the assistant generates ({% generation %})
         if self._is_marked:
             return self._marked(where, messages, given, **options)
         text = self._rendered(where, messages, **options)
@@ -82,7 +85,7 @@ class ChatTemplate:
             earlier = messages[:place]
             before = self._rendered(where, earlier, **options, add_generation_prompt=True) if earlier else ""
             through = self._rendered(where, messages[: place + 1], **options)
-            # some templates write an answer otherwise once others follow it: found by another text in its place
+            # the template renders this answer differently once messages follow
             if not text.startswith(before) or not _goes_on(through, text, before, message):
                 before, through = self._by_another(where, text, messages, place, **options)
             if not through:
@@ -90,16 +93,16 @@ class ChatTemplate:
                     f"{where}: the chat template in {self.folder} renders message {place + 1} otherwise when others "
                     "follow, so its answer cannot be found: mark answers in it with {% generation %}"
                 )
-            # a token over the border is the answer's where it begins, and what follows it where it ends
+            # a token across a border counts to the answer at its begin, and not at its end
             first, last = (_shared(tokens, self._tokens(part)) for part in (before, through))
             last = self._end(tokens, first, last)
             learned[first:last] = [True] * (last - first)
         return tokens, learned
 
     def _as_read(self, messages: list[Any], **options: Any) -> list[Any]:
-        """Returns messages with content in parts where the template reads parts, else with the parts' text joined.
+        """Returns the messages unchanged if the template reads lists of text parts, else with the parts joined.
 
-        A template that reads no parts fails on a list, or writes it as Python shows it: brackets, quotes, keys.
+        A template that does not read parts fails on a list, or renders its Python repr.
         """
         parts = [str(part) for message in messages if isinstance(message.get("content"), list)
                  for part in message["content"]]  # fmt: skip
@@ -111,16 +114,17 @@ class ChatTemplate:
 
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, TypeError):  # where the joined text fails too, that is told
+        except (TemplateError, TypeError):  # if the joined text fails too, rendering it raises
             return joined
         return joined if any(part in text for part in parts) else messages
 
     def _by_another(
         self, where: str, text: str, messages: list[Any], place: int, **options: Any
     ) -> tuple[str, str]:  # fmt: skip
-        """Returns (text before an answer, text through its closing mark), found by another answer in its place.
+        """Returns (rendering before the answer at `place`, rendering through its closing mark).
 
-        ("", "") where the texts differ in more than the answer, or the template does not write it.
+        The answer is located by rendering another text in its place. `text`: the rendering of all messages. ("", "") if
+        the renderings differ in more than the answer, or the template leaves the answer out.
         """
         parts = isinstance(messages[place].get("content"), list)
         other = {**messages[place], "content": [{"type": "text", "text": _OTHER}] if parts else _OTHER}
@@ -135,10 +139,10 @@ class ChatTemplate:
         return ahead, text[: end + _shared(closing, behind)]
 
     def _marked(self, where: str, messages: list[Any], given: int, **options: Any) -> tuple[list[int], list[bool]]:
-        """Returns (tokens, whether each is learned) by the template's own marks.
+        """Returns (token ids, whether each is learned) by the template's own marks; parameters as `document`.
 
-        By the signs between them: transformers' mask takes the rest of a text where an answer ends in a sign that is
-        part of no token, and nothing of one that begins with such.
+        Tokens are matched with marks by character offsets, since transformers' own mask is wrong for an answer that
+        begins or ends in a character that belongs to no token.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -146,7 +150,7 @@ class ChatTemplate:
         options = {**tokenizer.special_tokens_map, **options, "chat_template": tokenizer.get_chat_template()}
         with _refused(where, self.folder):
             (text,), (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-            if given:  # marks of the prompt's own answers come first
+            if given:  # the first spans are answers within the prompt, which are not learned
                 _, (prompts,) = render_jinja_template([messages[:given]], return_assistant_tokens_mask=True, **options)
                 spans = spans[len(prompts) :]
             whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -154,7 +158,7 @@ class ChatTemplate:
         return whole["input_ids"], learned
 
     def _end(self, tokens: list[int], first: int, last: int) -> int:
-        """Returns where an answer ends that its template ends with a special token and blanks: after the token."""
+        """Returns the end of the answer at tokens [first, last), without blanks after its closing special token."""
         end = last
         while end > first and not self._tokenizer.decode(tokens[end - 1 : end]).strip():
             end -= 1
@@ -170,7 +174,7 @@ class ChatTemplate:
 
 @contextmanager
 def _refused(where: str, folder: Path) -> Iterator[None]:
-    """Context: what a template's own code raises (roles in another order, fields that lack) is an `InputError`."""
+    """Context in which an error of the template's code (wrong order of roles, missing fields) is an `InputError`."""
     try:
         yield
     except Exception as error:
@@ -178,7 +182,10 @@ def _refused(where: str, folder: Path) -> Iterator[None]:
 
 
 def _goes_on(through: str, text: str, before: str, message: dict[str, Any]) -> bool:
-    """Whether a chat's text goes on from the rendering up to an answer, but for how every rendering ends."""
+    """Whether the rendering `through` an answer is a prefix of the whole `text`, apart from what ends every rendering.
+
+    before    rendering up to the answer; `message`: the answer
+    """
     if text.startswith(through):
         return True
     shared = _shared(through, text)
@@ -188,22 +195,22 @@ def _goes_on(through: str, text: str, before: str, message: dict[str, Any]) -> b
 
 
 def plain_text(content: Any) -> Any:
-    """Returns the text of a content in parts of text; any other content as it is."""
+    """Returns the joined text if `content` is a list of text parts; any other content unchanged."""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
     return content
 
 
 def _shared(tokens: Sequence[Any], others: Sequence[Any]) -> int:
-    """Returns how many tokens, or signs, both begin with."""
+    """Returns the length of the common prefix of two sequences of tokens or characters."""
     differs = (place for place, (token, other) in enumerate(zip(tokens, others, strict=False)) if token != other)
     return next(differs, min(len(tokens), len(others)))
 
 
 def _lack(message: Any) -> str:
-    """Returns what is wrong with a message as text; "" for an object with role and content.
+    """Returns what is wrong with a message, for an error; "" for an object with role and text content.
 
-    A template would write a missing content as nothing, null as the word None, and a picture's part as its place alone.
+    A template would render a missing content as nothing, null as the word None, and a picture as a placeholder.
     """
     if not isinstance(message, dict):
         return f"is a {type(message).__name__}: expected an object with role and content"

@@ -1,4 +1,4 @@
-"""A corpus of bytes on disk, memory-mapped: text without a tokenizer and without a download.
+"""A memory-mapped corpus of bytes on disk, which needs neither a tokenizer nor a download.
 
 How: a folder holds `tokens.bin` (uint8, the files one after another) and `corpus.json` (version, dtype,
 count, where it came from, sha256). Both are written under another name and renamed, the description last, so
@@ -41,7 +41,7 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """An open corpus: `tokens` is a read-only array of uint8, mapped from the file."""
+    """An open corpus; `tokens` is a read-only uint8 array (N,), mapped from the file."""
 
     folder: Path
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Returns the memory-mapped corpus in `folder`; `InputError`, with the file, where it is missing or damaged."""
+        """Returns the memory-mapped corpus in `folder`; `InputError` names the file that is missing or damaged."""
         folder = Path(folder).absolute()
         described = _description(folder / DESCRIPTION)
         payload = folder / PAYLOAD
@@ -65,13 +65,13 @@ class Corpus:
         except OSError as error:
             raise InputError(f"{payload} cannot be read ({error}): write the corpus again") from error
         corpus = cls(folder, tokens, described["source"], described["sha256"])
-        # a larger one would take long to read through: its size alone is checked
+        # reading all of a large corpus would take long, so only its size is checked
         if size <= HASHED_ON_OPEN:
             corpus.verify()
         return corpus
 
     def verify(self) -> None:
-        """Read every byte and compare the sha256, as `open` does of small corpora; `InputError` where it differs."""
+        """Reads every byte and raises `InputError` if the sha256 differs; `open` calls this for small corpora."""
         digest = hashlib.sha256()
         for start in range(0, len(self.tokens), _CHUNK):
             digest.update(self.tokens[start : start + _CHUNK].data)
@@ -89,9 +89,9 @@ class Corpus:
 
 
 class BytesSource:
-    """Windows of `seq_len` + 1 bytes, one after another, of the bytes [start, stop) of a corpus.
+    """A source of {"tokens": int64 (B, seq_len + 1)}: consecutive windows of bytes [start, stop) of a corpus.
 
-    Sample i is {"tokens": int64 (B, seq_len + 1)}; a rest shorter than a window is left out.
+    Windows do not overlap; bytes at the end that fill no window are left out. `stop` None: the corpus's end.
     """
 
     def __init__(self, corpus: Corpus, seq_len: int, start: int = 0, stop: int | None = None) -> None:
@@ -119,7 +119,10 @@ class BytesSource:
 
 
 def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSource, BytesSource]:
-    """Returns (train, held out), a share of windows at the end, at least one; `InputError` where there are too few."""
+    """Returns (training source, held-out source); the latter has the last windows, at least one.
+
+    held_out   fraction of the windows. Raises `InputError` if there are too few.
+    """
     if not 0 < held_out < 1:
         raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
     if seq_len < 1:
@@ -139,9 +142,12 @@ def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSo
 def write_corpus(
     texts: str | Path | bytes | Iterable[str | Path | bytes], folder: str | Path, *, source: str = ""
 ) -> Corpus:
-    """Write files (a str is a path) and bytes, one after another, into `folder`; returns the open `Corpus`.
+    """Writes the concatenation of `texts` as a corpus into `folder`; returns the open `Corpus`.
 
-    `source` says in words where the text comes from. Raises `InputError` for no text, or what cannot be written.
+    texts    one or several of: a path (also as str) of a file, or bytes
+    source   description of where the text comes from
+
+    Raises `InputError` if there is no text or the folder cannot be written.
     """
     folder = Path(folder)
     parts = [texts] if isinstance(texts, str | Path | bytes) else texts
@@ -149,11 +155,11 @@ def write_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with renamed(folder / PAYLOAD) as file:
-            # the payload is renamed first and the description last: a folder with a description is whole
+            # the description is written last, so a folder with a description is complete
             for chunk in _chunks(parts):
                 digest.update(chunk)
                 count += file.write(chunk)
-            # an empty file cannot be mapped into memory, and nothing could be learned
+            # an empty file cannot be memory-mapped
             if count == 0:
                 raise InputError(f"there is no text to write to {folder}: every file is empty")
         described = {
@@ -176,9 +182,10 @@ def cache() -> Path:
 
 
 def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: int = STANDARD_LIBRARY_LIMIT) -> Corpus:
-    """Returns the source code of this Python's standard library, at most `limit` bytes, built once and kept.
+    """Returns a corpus of this Python's standard library (source code), built once and cached.
 
-    `cache_folder` is by default `cache()`.
+    cache_folder   folder in which it is kept; None: `cache()`
+    limit          at most so many bytes
     """
     version = ".".join(str(number) for number in sys.version_info[:3])
     folder = Path(cache_folder or cache()) / f"python-{version}-{limit}"
@@ -191,16 +198,16 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """Yields contents of .py files below `root`, ordered by a hash, up to `limit` bytes; `InputError` for none."""
+    """Yields the contents of .py files below `root`, up to `limit` bytes in all; `InputError` if there are none."""
     files = []
     for folder, subfolders, names in os.walk(root):
-        # in place, so that os.walk does not go into them
+        # changed in place, so that os.walk does not enter skipped folders
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
     if not files:
         raise InputError(f"{root} holds no .py files: give text of your own to write_corpus")
     left = limit
-    # in the order of a hash, so that any `limit` gives a mixture of the library's modules
+    # ordered by a hash of names, so that any `limit` gives a mixture of modules
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if left <= 0:
             return
@@ -210,7 +217,7 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
-    """Yields the bytes of files and texts, one after another; `InputError` for what is no path and no bytes."""
+    """Yields the bytes of files (paths) and of bytes, in order; `InputError` for any other type."""
     for part in parts:
         if isinstance(part, bytes):
             yield part
@@ -224,7 +231,7 @@ def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def renamed(path: Path) -> Iterator[BinaryIO]:
-    """Context: yields a file to write, which takes the name `path` at the end; on an error nothing is left of it."""
+    """Context that gives a file to write, which is synced and renamed to `path` at the end, and removed on an error."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(draft, "xb") as file:
@@ -237,14 +244,14 @@ def renamed(path: Path) -> Iterator[BinaryIO]:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Returns the fields of a description: version, dtype, count, source, sha256; `InputError` if missing or wrong."""
+    """Returns the fields of a corpus.json (version, dtype, count, source, sha256); `InputError` if one is wrong."""
     try:
         described = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path} is missing: there is no corpus here; make one with write_corpus") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}): write the corpus again") from error
-    # versions are checked before fields: another version may have others
+    # the version is checked first, since another version may have other fields
     if not isinstance(described, dict) or described.get("version") != VERSION:
         version = described.get("version") if isinstance(described, dict) else None
         raise InputError(
@@ -252,7 +259,7 @@ def _description(path: Path) -> dict[str, Any]:
         )
     kinds = {"dtype": str, "count": int, "source": str, "sha256": str}
     wrong = [key for key, kind in kinds.items() if not isinstance(described.get(key), kind)]
-    # the payload's size is checked against `count` when it is opened; here that it can be one
+    # `Corpus.open` compares `count` with the payload's size
     if wrong or described["dtype"] != "uint8" or described["count"] < 1:
         raise InputError(f"{path} has a wrong {wrong[0] if wrong else 'dtype or count'}: write the corpus again")
     return described

@@ -1,9 +1,9 @@
-"""scikit-learn's handwritten digits as a source: 1797 images of 8 x 8 pixels, nothing to download.
+"""scikit-learn's handwritten digits as a source: 1797 images of 8 x 8 pixels, without a download.
 
 How: the pixels, 0 to 16 in the original, are scaled to [0, 1] and held in memory (half a megabyte). The split
-is drawn by the keyed order, so it is the same on every rank and machine.
+follows from a fixed permutation (data/order), so it is the same on every rank and machine.
 
-What it does not do: augment. A sample is a function of its index.
+What it does not do: augment. A sample depends on its index alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ SPLIT_SEED = 0
 
 
 class DigitsSource:
-    """{"image": float32 (B, 1, 8, 8) in [0, 1], "label": int64 (B,)} of the samples `rows`, or of all."""
+    """A source of {"image": float32 (B, 1, 8, 8) in [0, 1], "label": int64 (B,)}.
+
+    rows   indices of the samples to use, in order; None: all 1797
+    """
 
     def __init__(self, rows: list[int] | None = None) -> None:
         images, labels = _load()
@@ -40,7 +43,10 @@ class DigitsSource:
 
 
 def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
-    """Returns (train, held out), a share, the same samples every time; `InputError` where a side would be empty."""
+    """Returns (training source, held-out source), the same split every time; `InputError` if one would be empty.
+
+    held_out   fraction of the samples
+    """
     count = len(_load()[1])
     held_rows = round(count * held_out)
     if not 0 < held_rows < count:
@@ -51,9 +57,10 @@ def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns images (1797, 1, 8, 8), float32 from 0 to 1, and labels (1797,), int64 from 0 to 9.
+    """Returns (images (1797, 1, 8, 8), float32 from 0 to 1; labels (1797,), int64 from 0 to 9).
 
-    scikit-learn's file is read without its import, which takes seconds in every rank; `InputError` without it.
+    scikit-learn's data file is read without importing scikit-learn, which takes seconds in every rank. Raises
+    `InputError` if it is not installed.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:

@@ -5,10 +5,10 @@
     "static"   (B, S, y, x)  what has no time; the coordinate of one dim is spread over the other
     "targets"  (B, T, y, x)  the state at t + lead
 
-All are float32, minus the mean and over the standard deviation of their channel. A variable with levels gives a channel
-for each. Nothing is held in memory: a sample is read when asked for, and of it the region alone.
+All are float32, normalised by mean and standard deviation of their channel. A variable with levels has a channel for
+each level. A sample is read from the files when it is asked for, and only the region of it.
 
-What this does not do: interpolate, sequences of more than two times, grids with one index for both places.
+What this does not do: interpolate, sequences of more than two times, unstructured grids with one index for y and x.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ YEARS = {
     "all_leap": 366.0,
     "366_day": 366.0,
 }  # days; else 365.2425
-GAP = 1.5  # of the usual step; months differ by less
+GAP = 1.5  # a time step longer than so many median steps is a gap; months differ by less
 
 
 class FieldSource:
-    """Pairs of fields as a `Source`.
+    """A `Source` of pairs of fields at t and t + lead.
 
     files       a netCDF file or zarr store, or several in the order of time
-    inputs      variables (time, [level, ...] y, x) at t
-    targets     variables at t + lead; the same as inputs where not given
-    lead        steps between the two
-    forcing     variables at t + lead that are known beforehand
-    cycles      "year", "day": where t + lead lies in them, as forcing
-    static      variables (y, x), or the coordinate (y) or (x)
-    times       [start, stop) of the steps that are used; statistics are of these
-    region      ((y0, y1), (x0, x1)) that is used, by index
-    missing     "refuse", or "mask": 0 in their place, and "inputs_valid", "targets_valid" in the batch
-    gaps        "refuse", or "skip": pairs over a gap in time are left out
-    statistics  the file of means and deviations; FILE.statistics.json beside the first file where not given
-    time        the name of fields' first dim, and of its coordinate
+    inputs      names of variables (time, [level, ...] y, x), read at t
+    targets     names of variables read at t + lead; None: those of `inputs`
+    lead        time steps between the two
+    forcing     names of variables that are known in advance, read at t + lead
+    cycles      any of "year", "day": adds sine and cosine of the phase of t + lead to the forcing
+    static      names of variables (y, x), or coordinates (y,) or (x,)
+    times       (start, stop) of the time steps that are used, also for statistics; None: all
+    region      ((y0, y1), (x0, x1)) of the indices that are used; None: all
+    missing     "refuse" missing values, or "mask": they are 0, and the batch has "inputs_valid", "targets_valid" (bool)
+    gaps        "refuse" gaps in time, or "skip": pairs across a gap are left out
+    statistics  path of the file of means and deviations; None: FILE.statistics.json beside the first file
+    time        name of the fields' first dim and of its coordinate variable
 
-    Raises `InputError` for files that lack or contradict any of it; a read, for values missing under "refuse".
+    Raises `InputError` for files that do not fit; `read` raises it for missing values under "refuse".
     """
 
     def __init__(
@@ -99,19 +99,22 @@ class FieldSource:
 
     @property
     def global_shape(self) -> tuple[int, int]:
-        """Returns (rows, columns) of a field, of which a rank of a plan that cuts space reads its tile alone."""
+        """Returns (rows, columns) of a whole field; under a plan that shards space, a rank reads only its tile."""
         (y0, y1), (x0, x1) = self.region
         return y1 - y0, x1 - x0
 
     def over(self, start: int, stop: int) -> FieldSource:
-        """Returns a source of the same fields and statistics over the steps [start, stop): for held-out data."""
+        """Returns a source of the same fields and statistics over time steps [start, stop), as for held-out data."""
         other = copy.copy(self)
         other.times = self._checked((start, stop))
         other.starts = self._pairs(other.times)
         return other
 
     def read(self, indices: list[int], region: Region | None = None) -> dict[str, torch.Tensor]:
-        """Returns the pairs at `indices`; `region`: (start, stop) of rows and columns within the source's own."""
+        """Returns the batch of the pairs at `indices`, as in the module's docstring.
+
+        region   ((y0, y1), (x0, x1)) within the source's own region; None: all of it
+        """
         window = self._window(region)
         starts = [self.starts[index] for index in indices]
         later = [start + self.lead for start in starts]
@@ -119,7 +122,7 @@ class FieldSource:
         for group, at in (("inputs", starts), ("targets", later)):
             values, there = self._filled(group, np.stack([self._state(group, t, window) for t in at]), at)
             batch[group] = values
-            # with missing="refuse" `_filled` has raised for them, so there is no mask to give
+            # with missing="refuse" `_filled` raises, so a mask would always be True
             if self.missing == "mask":
                 batch[f"{group}_valid"] = there
         if self.groups["forcing"] or self.cycles:
@@ -131,7 +134,7 @@ class FieldSource:
         return batch
 
     def physical(self, group: str, values: torch.Tensor) -> torch.Tensor:
-        """Returns normalised values (..., C, y, x) of a group in the units of the files."""
+        """Returns normalised values (..., C, y, x) of a group ("inputs", "targets", ...) in the files' units."""
         mean, std = self._figures(group)
         like = {"dtype": values.dtype, "device": values.device}
         return values * torch.as_tensor(std, **like) + torch.as_tensor(mean, **like)
@@ -139,12 +142,12 @@ class FieldSource:
     # --- what the files hold
 
     def _agreed(self) -> tuple[tuple[int, int], int]:
-        """Returns ((rows, columns), steps) of all variables; raises `InputError` where these differ."""
+        """Returns ((rows, columns), time steps) of all variables with time; raises `InputError` if they differ."""
         space: dict[str, tuple[int, ...]] = {}
         steps: dict[str, int] = {}
         for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
             variable = self.grid.find(name)
-            # a variable without time would be read at step t and be the same each time: that is what `static=` is for
+            # a variable without time belongs into static=
             if len(variable.dims) < 3 or variable.dims[0] != self.time:
                 raise InputError(
                     f"FieldSource: {name} has the dims {variable.dims}; a field is ({self.time!r}, ..., y, x). Name "
@@ -165,7 +168,7 @@ class FieldSource:
         return [name] if levels == 1 else [f"{name}/{level}" for level in range(levels)]
 
     def _state(self, group: str, step: int, window: tuple[slice, slice]) -> np.ndarray:
-        """Returns the values (C, y, x) of a group at one step."""
+        """Returns the values (C, y, x) of a group's variables at one time step, in the files' units."""
         fields = [self.grid.at(name, step, window) for name in self.groups[group]]
         return np.concatenate([field.reshape(-1, *field.shape[-2:]) for field in fields])
 
@@ -173,11 +176,11 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
-        """Returns a static variable as (y, x), one along y or x alone repeated; `InputError` for other dims."""
+        """Returns a static variable as (y, x), broadcast if it has only y or x; `InputError` for other dims."""
         field = self.grid.find(name)
         values = self.grid.whole(name)
         sizes = dict(zip(self._plane, self.space, strict=True))
-        # another file may have dims of these names and other sizes: its first rows are not those of the fields
+        # a variable of another file may have dims of these names but another grid
         if any(size != sizes.get(dim, size) for dim, size in zip(field.dims, field.shape, strict=True)):
             raise InputError(
                 f"FieldSource: static {name} is {field.dims} of {field.shape}, and the fields have {self.space}: give "
@@ -193,12 +196,16 @@ class FieldSource:
     # --- time
 
     def _clock(self) -> tuple[np.ndarray | None, float, float]:
-        """Returns (days of each step since the first date or None, first date's day of its year, days of a year)."""
+        """Returns (days of each time step since the first date, first date's day of its year, days of a year).
+
+        The first is None without a time coordinate; the others are 0.0 if times have no dates. Raises `InputError` for
+        times that do not increase or do not match the steps, and for cycles without dates.
+        """
         if self.time not in self.grid.variables:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
             return None, 0.0, 0.0
-        # files of static fields alone may have a time of their own, which counts no steps
+        # only files that have the inputs count, since files of static fields may have another time
         carriers = [number for number, _ in self.grid.variables[self.groups["inputs"][0]]]
         times = [(place, var) for place, (file, var) in enumerate(self.grid.variables[self.time]) if file in carriers]
         values, origin = [], None
@@ -208,7 +215,7 @@ class FieldSource:
         days = np.concatenate(values)
         if len(days) != self.steps:
             raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.files_text()}")
-        # pairs t -> t + lead are taken by place, so places must be in the order of time
+        # pairs are formed by index, so indices must be in the order of time
         if (np.diff(days) <= 0).any():
             back = int(np.argmax(np.diff(days) <= 0))
             raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
@@ -216,19 +223,21 @@ class FieldSource:
             raise InputError(
                 f"FieldSource: cycles= need dates, but {self.time!r} has no units such as 'days since ...'"
             )
-        # times without dates: steps are evenly counted, and no time of the year is known
+        # times without dates give no phase in the year
         if origin is None:
             return days, 0.0, 0.0
         seconds = origin.hour * 3600 + origin.minute * 60 + origin.second
         return days, origin.dayofyr - 1 + seconds / 86400, YEARS.get(origin.calendar, 365.2425)
 
     def _pairs(self, times: tuple[int, int]) -> list[int]:
-        """Returns the steps t for which t + lead is in the files too; `InputError` for none, or a refused gap."""
+        """Returns the time steps t in [times[0], times[1]) whose t + lead is in that range too.
+
+        Raises `InputError` if there is none, or for a gap in time unless gaps="skip".
+        """
         starts = list(range(times[0], times[1] - self.lead))
-        # without a calendar no gap can be seen
+        # without a time coordinate gaps cannot be seen
         if self.days is not None and starts:
             steps = np.diff(self.days)
-            # against the median step: months differ in length by less than `GAP`
             wide = steps > GAP * np.median(steps)
             broken = [t for t in starts if wide[t : t + self.lead].any()]
             if broken and self.gaps == "refuse":
@@ -238,7 +247,7 @@ class FieldSource:
                     f"{np.median(steps):g} as a rule: pairs over it have another lead. Leave them out by gaps='skip'"
                 )
             starts = sorted(set(starts) - set(broken))
-        # a lead longer than the span, or every pair over a gap
+        # the lead is longer than the range, or every pair crosses a gap
         if not starts:
             raise InputError(f"FieldSource: no pair with a lead of {self.lead} in the steps {times[0]} to {times[1]}")
         return starts
@@ -251,7 +260,7 @@ class FieldSource:
     # --- values
 
     def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
-        """Returns forcing at these steps, (B, C, y, x): variables, then sine and cosine of each cycle."""
+        """Returns the forcing at these time steps, (B, F, y, x): variables, then sine and cosine of each cycle."""
         size = [part.stop - part.start for part in window]
         channels = []
         if self.groups["forcing"]:
@@ -265,7 +274,12 @@ class FieldSource:
         return torch.cat(channels, 1)
 
     def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns normalised values (B, C, y, x), and where they exist; `InputError` where missing ones are refused."""
+        """Returns (normalised values float32, whether each exists bool), both (B, C, y, x); missing values become 0.
+
+        values   of the group at these time steps, in the files' units
+
+        Raises `InputError` for missing values under missing="refuse", and in forcing and static fields.
+        """
         there = ~np.isnan(values)
         if not there.all() and (self.missing == "refuse" or group in ("forcing", "static")):
             sample, channel = (int(i) for i in np.argwhere(~there)[0][:2])
@@ -285,7 +299,7 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """Returns {"files", "variables", "times", "region"}, of the data from which statistics were computed."""
+        """Returns {"files", "variables", "times", "region"}: the data that statistics are computed from."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],
@@ -317,7 +331,10 @@ class FieldSource:
 
 
 def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
-    """Returns a region's bounds, all of `size` for None; `InputError` where it does not lie within."""
+    """Returns ((y0, y1), (x0, x1)) of a region, all of `size` for None; `InputError` if it is not within `size`.
+
+    whole   name of what has that size, for the message
+    """
     if region is None:
         return (0, size[0]), (0, size[1])
     try:
@@ -330,7 +347,13 @@ def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
 
 
 def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
-    """Returns (days since `origin`, None: the first date; origin), numbers without dates; may raise `InputError`."""
+    """Returns (days since the origin, origin) of times in a file.
+
+    attributes   of the time variable; without units "... since ...", times are returned as they are
+    origin       date to count from; None: the first of these times
+
+    Raises `InputError` for units or a calendar that cftime does not know.
+    """
     units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
     if " since " not in units:
         return values.astype(np.float64), origin

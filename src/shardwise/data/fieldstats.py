@@ -2,12 +2,12 @@
 
     mean_c = Σ x / n,   std_c = sqrt(Σ (x - mean_c)² / n)    over the times and places of channel c that have a value
 
-Fields are read one at a time and merged (Chan, Golub and LeVeque 1979, eq. 2.1), in float64. The file says what it was
-computed from; for other data, times or places it is refused, not silently made anew, since a trained model expects the
-figures that it was trained with. It is written under another name and then renamed, so that ranks which compute it at
-the same time leave one whole file.
+Fields are read one at a time and merged (Chan, Golub and LeVeque 1979, eq. 2.1), in float64. The file describes the
+data that it was computed from; for other data, times or regions it is refused and not recomputed, since a trained model
+expects the figures that it was trained with. It is written under another name and then renamed, so that ranks which
+compute it at the same time leave one complete file.
 
-What this does not do: weigh by the area of a grid cell; notice values that changed while names and sizes stayed.
+What this does not do: weight by the area of a grid cell; notice values that changed while names and sizes stayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.errors import InputError
 
 
 class Moments:
-    """Count, mean and sum of squared deviations by channel."""
+    """Running count, mean and sum of squared deviations of each channel, arrays (C,) of float64."""
 
     def __init__(self, channels: int) -> None:
         self.count = np.zeros(channels)
@@ -32,7 +32,7 @@ class Moments:
         self.squares = np.zeros(channels)
 
     def add(self, field: np.ndarray) -> None:
-        """Adds values (C, y, x), NaN where missing, to the sums of each channel."""
+        """Merges a field (C, y, x), NaN where a value is missing, into the moments of each channel."""
         flat = field.reshape(len(self.count), -1)
         there = ~np.isnan(flat)
         count = there.sum(1)
@@ -47,7 +47,10 @@ class Moments:
 
 
 def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.ndarray]]) -> dict[str, dict[str, float]]:
-    """Returns channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values.
+    """Returns {channel: {"mean", "std", "count"}}.
+
+    names    variable -> names of its channels
+    fields   variable -> its fields (C, y, x), one after another, NaN where a value is missing
 
     Raises `InputError` for a channel without values, or of one value everywhere.
     """
@@ -70,7 +73,10 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
 def load_or_compute(
     path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Returns {channel: {"mean", "std", "count"}} from `path`; without that file, computed and written to it.
+    """Returns {channel: {"mean", "std", "count"}} from the file `path`; if it does not exist, computes and writes it.
+
+    origin    description (JSON) of the data, saved in the file and compared with it
+    compute   makes the figures
 
     Raises `InputError` for a file of other data than `origin`, or one that cannot be read or written.
     """
@@ -78,7 +84,7 @@ def load_or_compute(
         return _read(path, origin)
     figures = compute()
     try:
-        # under a name of its own: processes in containers of several hosts may have one number
+        # `renamed` uses a random draft name, since processes of several hosts may have the same id
         with renamed(path) as file:
             file.write(json.dumps({"of": origin, "channels": figures}, indent=1).encode())
     except OSError as error:
@@ -90,7 +96,7 @@ def load_or_compute(
 
 
 def _read(path: Path, origin: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns {channel: {"mean", "std", "count"}} of a file; `InputError` where it was computed from other data."""
+    """Returns {channel: {"mean", "std", "count"}} of a file; `InputError` if its data were not `origin`."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         of, channels = stored["of"], stored["channels"]

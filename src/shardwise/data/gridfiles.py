@@ -1,8 +1,8 @@
-"""Read netCDF files and zarr stores alike: variables with named dims, by index, NaN where a value is missing.
+"""Reads variables of netCDF files and zarr stores by index, as float64 with NaN for missing values.
 
-netCDF 3 and 4 are read by netCDF4, zarr 2 and 3 by zarr, each imported when such a file is met. Packed values are
-unpacked (CF conventions 8.1), `_FillValue` and `missing_value` become NaN (2.5.1). Several files are one series: a
-variable's values are those of all files that have it, in the order given.
+netCDF 3 and 4 are read by netCDF4, zarr 2 and 3 by zarr; each package is imported for the first such file. Packed
+values are unpacked (CF conventions 8.1), `_FillValue` and `missing_value` become NaN (2.5.1). Several files are one
+series: a variable's values are concatenated over all files that have it, in the order given.
 
 One lock is held while a file is read, since the HDF5 library serves one thread at a time. At most `OPEN` files are
 kept open.
@@ -30,7 +30,7 @@ _READING = threading.RLock()
 
 @dataclass(frozen=True)
 class FileVariable:
-    """A variable of one file: its dims' names, its shape and its attributes."""
+    """A variable of one file: names of its dims, shape, and attributes (name -> value)."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -38,14 +38,14 @@ class FileVariable:
 
 
 class GridFiles:
-    """The variables of one or several files. Can be pickled; files are opened again where it arrives."""
+    """The variables of one or several files. It can be pickled; files are opened again after unpickling."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         if not files:
             raise InputError("FieldSource: give at least one netCDF file or zarr store")
         self.files = [Path(file) for file in files]
         self._open_files: OrderedDict[Path, Any] = OrderedDict()
-        self.variables: dict[str, list[tuple[int, FileVariable]]] = {}  # variable -> (file, what it is there)
+        self.variables: dict[str, list[tuple[int, FileVariable]]] = {}  # name -> (index of a file, its variable)
         for number, file in enumerate(self.files):
             for name, variable in self._list(file).items():
                 self.variables.setdefault(name, []).append((number, variable))
@@ -54,7 +54,7 @@ class GridFiles:
         return {**vars(self), "_open_files": OrderedDict()}
 
     def find(self, name: str) -> FileVariable:
-        """Returns a variable as the first file has it; `InputError` where none does."""
+        """Returns the variable `name` of the first file that has it; `InputError` if none does."""
         if name not in self.variables:
             raise InputError(
                 f"FieldSource: no variable {name!r} in {self.files_text()}; there are "
@@ -63,11 +63,11 @@ class GridFiles:
         return self.variables[name][0][1]
 
     def files_text(self) -> str:
-        """Returns the files' names as one text, for messages."""
+        """Returns a text that names the files, for messages."""
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """Returns a variable's time steps in each file that has it; `InputError` where other dims differ."""
+        """Returns a variable's number of time steps in each file that has it; `InputError` if its other dims differ."""
         first = self.find(name)
         for number, var in self.variables[name]:
             if var.dims != first.dims or var.shape[1:] != first.shape[1:]:
@@ -78,7 +78,10 @@ class GridFiles:
         return [var.shape[0] for _, var in self.variables[name]]
 
     def at(self, name: str, time: int, window: tuple[slice, slice]) -> np.ndarray:
-        """Returns the field at one time, counted over all files: (..., y, x) within the window, NaN where missing."""
+        """Returns a variable's field at step `time` of the series, (..., y, x) in float64, NaN where missing.
+
+        window   slices of the last two dims
+        """
         ends = np.cumsum(self.lengths(name)).tolist()
         place = bisect_right(ends, time)
         number, variable = self.variables[name][place]
@@ -86,12 +89,12 @@ class GridFiles:
         return self._read(number, name, variable, index)
 
     def whole(self, name: str, place: int = 0) -> np.ndarray:
-        """Returns all values of a variable in one file, the `place`-th of those that have it."""
+        """Returns all values of a variable, float64, in the `place`-th of the files that have it."""
         number, variable = self.variables[name][place]
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
     def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
-        """Returns `variable[index]` of a file as float64, NaN where values are missing; `InputError` if it fails."""
+        """Returns `variable[index]` of file `number` as float64, NaN for missing values; `InputError` on failure."""
         with _READING:
             opened = self._opened(self.files[number])
             try:
@@ -104,7 +107,7 @@ class GridFiles:
         return values.astype(np.float64) if _is_netcdf(self.files[number]) else _unpacked(values, variable.attributes)
 
     def _opened(self, file: Path) -> Any:
-        """Returns an open file; at most `OPEN` are open at a time, the longest unused one is closed."""
+        """Returns the open file, and drops the least recently used one if more than `OPEN` are open."""
         if file in self._open_files:
             self._open_files.move_to_end(file)
         else:
@@ -132,7 +135,7 @@ def _is_netcdf(file: Path) -> bool:
 
 
 def _open(file: Path) -> Any:
-    """Returns a netCDF file or zarr store, open to be read; `InputError` where it is missing or unreadable."""
+    """Opens a netCDF file (a file) or zarr store (a folder) for reading; `InputError` if missing or unreadable."""
     if not file.exists():
         raise InputError(f"FieldSource: {file} does not exist")
     try:
@@ -158,19 +161,19 @@ def _zarr_held(file: Path, name: str, array: Any) -> FileVariable:
     dims = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
     if dims is None:
         dims = [f"dim_{i}" for i in range(array.ndim)]
-    if array.metadata.zarr_format == 2 and array.fill_value is not None:  # version 2 keeps it beside the attributes
+    if array.metadata.zarr_format == 2 and array.fill_value is not None:  # version 2 does not store it as an attribute
         attributes.setdefault("_FillValue", array.fill_value)
     return FileVariable(tuple(dims), tuple(array.shape), attributes)
 
 
 def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
-    """Returns stored values as float64: missing ones NaN, scale and offset applied."""
+    """Returns stored values as float64, with missing ones as NaN and `scale_factor` and `add_offset` applied."""
     missing = np.zeros(values.shape, bool)
     for key in ("_FillValue", "missing_value"):
         marks = np.atleast_1d(_mark(attributes.get(key), values.dtype))
-        # -999.9 is another number in float32, in which it was stored
+        # compare in the stored dtype, since -999.9 is not the same number in float32 and float64
         for mark in marks.astype(values.dtype) if values.dtype.kind == "f" else marks:
-            missing |= values == mark  # a NaN is one already
+            missing |= values == mark  # a mark of NaN needs no comparison
     number = values.astype(np.float64) * float(attributes.get("scale_factor", 1)) + float(
         attributes.get("add_offset", 0)
     )
@@ -179,7 +182,7 @@ def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def _mark(value: Any, dtype: np.dtype) -> Any:
-    """Returns a fill value of zarr 3's attributes, [] for None; xarray writes floats in base64 (little-endian)."""
+    """Returns an attribute's fill value as a number, [] for None; xarray writes floats in base64 (little-endian)."""
     if value is None:
         return []
     if isinstance(value, str) and dtype.kind == "f":

@@ -1,9 +1,9 @@
-"""Text for fine-tuning from JSON lines and other files (data/text_files), prompts masked, packed into rows.
+"""`JsonlSource`: text for fine-tuning from JSON lines and other files (data/text_files), packed, with masked prompts.
 
 A record is {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...};
-prompt and completion may both be messages. What the model should learn are completions, what the assistant says (after
-the prompt), or all of a text; the rest has the label -100. A file of plain text is cut into pieces of a row, which
-overlap by one token, so that every token but its first is learned once.
+prompt and completion may both be messages. The model learns completions, the assistant's messages (after the prompt),
+or all of a text; all other tokens have the label -100. A file of plain text is split into pieces of `seq_len` tokens,
+which overlap by one token, so that every token but the first is learned once.
 
     documents      aaaaa bbb cccc            row of 9: aaaaa bbb _     (packing: in the order of the file)
     position_ids   0 1 2 3 4 0 1 2 0         they start again with each document
@@ -38,15 +38,15 @@ Encode = Callable[[str], list[int]]
 
 
 class JsonlSource:
-    """{"input_ids", "labels", "position_ids"}: int64 (B, seq_len) each, of packed documents.
+    """A source of {"input_ids", "labels", "position_ids"}, int64 (B, seq_len) each, of packed documents.
 
     paths      files, patterns and folders: JSON lines, a JSON array, parquet, plain text
     tokenizer  a folder with tokenizer.json, such a file, an object with `encode`, or a function; None: UTF-8 bytes
-    seq_len    tokens of a row; a longer document is cut, and told in `notices`
-    end        token that ends a document; None: the tokenizer's own end-of-text token, where it has one
-    pad        token that fills a row up; its label is -100
-    pack       several documents in a row; False: one
-    template   a `ChatTemplate`, for lines of messages; None: their texts one after another
+    seq_len    tokens of a sample; a longer document is truncated, which `notices` tells
+    end        id of the token that ends a document; None: the tokenizer's own end-of-text token, if it has one
+    pad        id of the token that fills a sample up; its label is -100
+    pack       Whether a sample may hold several documents; if not, it holds one
+    template   a `ChatTemplate` for records of messages; None: the messages' texts are concatenated
 
     Raises `InputError`, with file and line, for a record that cannot be read, or of which nothing is learned.
     """
@@ -75,7 +75,7 @@ class JsonlSource:
             self.notices.append(
                 f"{self._without_words} of {len(documents)} documents have an empty answer: its closing mark is learned"
             )
-        # the first token is predicted from nothing, so a document needs a learned one behind it within the window
+        # a document's first token is never a target, so a truncated one needs a learned token after it
         cut = sum(len(tokens) > seq_len for tokens, _ in documents)
         left = [(tokens, learn) for tokens, learn in documents if learn[1:seq_len].any()]
         if cut:
@@ -94,19 +94,22 @@ class JsonlSource:
         )
 
     def _documents(self, path: Path, encode: Encode, end: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (tokens int32, whether each is learned) of each record of a file, or of each piece of its text."""
+        """Yields (tokens int32, whether each is learned), both (N,), of each record of a file, or piece of its text."""
         held = contents(path, FORMS)
         if not isinstance(held, str):
             for where, line in held:
                 yield self._document(where, line, encode, end)
             return
         tokens = np.asarray(encode(held) + ([] if end is None else [end]), dtype=np.int32)
-        for start in range(0, len(tokens) - 1, self.seq_len - 1):  # one token further, since a first one is no target
+        for start in range(0, len(tokens) - 1, self.seq_len - 1):  # pieces overlap, since a first token is no target
             piece = tokens[start : start + self.seq_len]
             yield piece, np.ones(len(piece), dtype=bool)
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens int32, whether each is learned) of one line; raises `InputError` where none is learned."""
+        """Returns (tokens int32 (N,), whether each is learned, bool (N,)) of a record; `InputError` if none is learned.
+
+        where   place of the record, for messages; `line`: the record
+        """
         conversation = _conversation(where, line)
         if self.template is not None and conversation is not None:
             messages, given = conversation
@@ -124,7 +127,7 @@ class JsonlSource:
             ids = encode(text)
             tokens += ids
             learn += [counts] * len(ids)
-        # the end is learned: it is how a model learns to stop
+        # the end token is learned, or the model would not learn to stop
         if end is not None:
             tokens.append(end)
             learn.append(True)
@@ -133,14 +136,14 @@ class JsonlSource:
         return np.asarray(tokens, dtype=np.int32), np.asarray(learn, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a tokenizer may be a function that cannot be pickled, and workers read tokens alone
+        # a tokenizer may be a function that cannot be pickled, and workers only need the tokens
         return {**vars(self), "encode": None}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
-        """Returns the packed rows at `indices`; a label is the token itself where it is learned, else -100."""
+        """Returns the packed samples at `indices`, (B, seq_len) each; the label of a token is its id or -100."""
         shape = (len(indices), self.seq_len)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -152,16 +155,16 @@ class JsonlSource:
                 place = slice(at, at + len(ids))
                 tokens[row, place] = ids
                 labels[row, place] = np.where(learn, ids, IGNORED)
-                labels[row, at] = IGNORED  # it would be predicted from the document before
+                labels[row, at] = IGNORED  # it would be predicted from the previous document
                 positions[row, place] = np.arange(len(ids))
                 at += len(ids)
-            positions[row, at:] = np.arange(self.seq_len - at)  # the rest is a document that nobody learns
+            positions[row, at:] = np.arange(self.seq_len - at)  # padding counts as a document without labels
         batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
 def _unlearned(messages: list[Any]) -> str:
-    """Returns why nothing of a conversation is learned."""
+    """Returns the reason why no message of a conversation is learned, for an error."""
     roles = dict.fromkeys(message.get("role") for message in messages if isinstance(message, dict))
     if "assistant" in roles:
         says = any(message.get("content") for message in messages if message.get("role") == "assistant")
@@ -170,7 +173,10 @@ def _unlearned(messages: list[Any]) -> str:
 
 
 def packed(lengths: list[int], room: int) -> list[list[int]]:
-    """Returns the documents of each row, in order: a row takes the next while they fit in `room` tokens."""
+    """Returns, for each row, the indices of its documents: in order, as many as fit into `room` tokens.
+
+    lengths   tokens of each document
+    """
     rows: list[list[int]] = []
     left = -1
     for document, length in enumerate(lengths):
@@ -183,7 +189,10 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | None:
-    """Returns (messages, how many are the prompt) of a line with messages, else None; `InputError` if half is text."""
+    """Returns (messages, how many of them are the prompt) of a record of messages; None for other records.
+
+    Raises `InputError` if of prompt and completion one is text and one is messages.
+    """
     prompt, completion = line.get("prompt", []), line.get("completion")
     if isinstance(completion, list) and isinstance(prompt, list):
         return [*prompt, *completion], len(prompt)
@@ -194,7 +203,7 @@ def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | N
 
 
 def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a line gives the chat template: tools (or their JSON), options; `InputError` for other types."""
+    """Returns the options that a record has for the chat template: "tools" and those in "chat_template_kwargs"."""
     tools, more = line.get("tools"), line.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -206,7 +215,10 @@ def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
-    """Returns (text, if it is trained on) pairs; `InputError` for others; `conversation`: (turns, how many: prompt)."""
+    """Returns (text, whether it is learned) pairs of a record, in order; `InputError` if it has no known form.
+
+    conversation   as `_conversation` returns it
+    """
     if conversation is not None:
         turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
         pieces = [

@@ -1,16 +1,16 @@
-"""`Loader`: an endless or counted run of steps over a source, each a list of this rank's parts.
+"""`Loader` iterates over the steps of a run, endlessly or for some epochs; each is a list of this rank's parts.
 
-How: the only state is a position, the samples of the global order handed out so far. A step takes the next
+How: the only state is a position, the number of samples of the global order handed out so far. A step takes the next
 `batch_size` positions, at most to the end of the epoch, and `steps.Steps` reads this rank's share of them.
-The position says nothing of ranks, so a state saved on one number of ranks loads on any other.
+The position does not depend on ranks, so a state saved on one number of ranks loads on any other.
 
 The last batch of an epoch may be shorter. It is kept, as uneven parts (a rank without a sample runs a
 stand-in that counts 0), or dropped with `drop_last`. A batch of fewer samples than `accumulate` has one
 sample in each micro-batch and so fewer micro-batches, the same number on every rank.
 
 Without workers one thread reads ahead, which hides reads that release the interpreter lock (files, decoding,
-numpy, torch). The caller waits for the first step, and for every one where that draws random numbers: the thread has
-no generators of its own. With `workers` processes read, in turn.
+numpy, torch). The caller waits for the first step, and for every step if reading uses random numbers, since a thread
+shares the process's RNGs. With `workers` processes read steps in turn.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from shardwise.layout.dealing import Share
 class Loader:
     """Iterates the steps of a source, each a `list[Share]`, one part for each micro-batch.
 
-    source           what is read; only this rank's samples are
+    source           what is read; of each batch, only this rank's samples
     order            an `Order`, or a seed for one
     batch_size       samples of a GLOBAL batch
     accumulate       micro-batches of a batch
+    data_rank        this rank's index among the `data_ranks` that samples are dealt to
     start            position to begin at, in samples of the global order
-    epochs           whole epochs counted from position 0, or None for no end
-    drop_last        drop the short last batch of an epoch
+    epochs           whole epochs counted from position 0; None: no end
+    drop_last        Whether the short last batch of an epoch is dropped
     workers          processes that read; 0: a thread of this one
     prefetch         steps read ahead, by the thread or by each worker; 0, without workers, reads in the caller
-    read_timeout_s   how long a step may take to read, else a `RunError`; not where the caller reads
+    read_timeout_s   seconds that reading a step may take, else a `RunError`; not if the caller reads
 
-    A loader is its own iterator: a loop left early goes on at the next step. `close` ends the thread.
+    A loader is its own iterator, so a loop that was left early continues at the next step. `close` ends the thread.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Loader:
     ) -> None:  # fmt: skip
         length = length_of(source)
         self.order = order if isinstance(order, Order) else order_of(source, order)
-        draws = getattr(source, "draws", None)  # a source may say so itself
+        draws = getattr(source, "draws", None)  # a source may declare whether reading it uses random numbers
         self._steps = Steps(source, self.order, batch_size, accumulate, data_rank, data_ranks, drop_last, draws)
         _check(self._steps, length, start, epochs, prefetch, workers)
         self._workers = workers
@@ -65,7 +66,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Returns the samples of the global order handed out so far, over all ranks (dropped ones included)."""
+        """Returns how many samples of the global order were handed out so far, over all ranks (with dropped ones)."""
         return self._position
 
     @property
@@ -91,7 +92,8 @@ class Loader:
         return parts
 
     def _next(self) -> tuple[list[Share], int]:
-        """Returns (this rank's parts of the next step, the position behind it), read ahead where nothing is drawn."""
+        """Returns (this rank's parts of the next step, the position after it)."""
+        # reading ahead is only safe once reading is known to use no random numbers
         if self._workers == 0 and (self._prefetch == 0 or self._steps.draws is not False):
             return self._in_turn()
         if self._ahead is None:
@@ -106,11 +108,14 @@ class Loader:
         return Prefetch(items, ahead, timeout_s=self._read_timeout_s, what=what)
 
     def _in_turn(self) -> tuple[list[Share], int]:
-        """Returns (parts of the next step, position after it), read while the caller waits; draws move no generator."""
+        """Reads the next step while the caller waits; returns (this rank's parts, position after it).
+
+        Random numbers that reading uses are seeded by position, and the process's RNGs stay as they were.
+        """
         start, stop = self._steps.span(self._position)
         if self._end is not None and stop > self._end:
             raise StopIteration
-        # no thread was asked for: a read that hangs meets no deadline
+        # without a thread there is no deadline for a read that hangs
         if self._prefetch == 0:
             parts, self._steps = self._steps.read(start, stop)
             return parts, stop
@@ -119,7 +124,7 @@ class Loader:
             step = next(thread)
         finally:
             thread.close()
-        # this read drew nothing, so the next ones can be made ahead, in a thread
+        # this read used no random numbers, so the next ones can be made ahead in a thread
         if self._steps.draws is False:
             self._ahead = self._read_ahead(stop)
         return step
@@ -130,7 +135,7 @@ class Loader:
         yield parts, stop
 
     def _reading(self, position: int) -> Iterator[tuple[list[Share], int]]:
-        """Returns an iterator from a position on of (this rank's parts, next position), read here or in workers."""
+        """Returns an iterator of (this rank's parts, position after them) from `position` on, read by any workers."""
         if self._workers == 0:
             return self._steps.walk(position, self._end)
         return read_in_workers(
@@ -139,7 +144,7 @@ class Loader:
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and what identifies the data order (a blend: each source's too), equal on all ranks."""
+        """Returns {"position", "length", "seed", "shuffle"}, equal on all ranks; for a blend also "blend"."""
         state = {
             "position": self._position,
             "length": self.order.length,
@@ -149,9 +154,9 @@ class Loader:
         return state | ({"blend": self.order.state(self._position)} if isinstance(self.order, BlendOrder) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, on any number of ranks; `InputError` for another data order."""
+        """Moves to the position of a saved `state`, of any number of ranks; `InputError` for another data order."""
         own = self.state_dict()
-        # not asked for by its name: `continued` says what is wrong with a blend that is missing or other
+        # `continued` raises for a blend that is missing or has other sources
         own.pop("blend", None)
         missing = [key for key in own if key not in state]
         if missing:
@@ -169,7 +174,7 @@ class Loader:
             self._steps = replace(self._steps, order=self.order)
 
     def close(self) -> None:
-        """End the background thread; a later step starts it again where the loader stands."""
+        """Ends the background thread; the next step starts it again at the present position."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
@@ -182,23 +187,23 @@ class Loader:
 
 
 def order_of(source: Source, seed: int) -> Order:
-    """Returns the order that a source defines (a blend does), else a shuffle of its samples."""
+    """Returns the order that the source's own `order` method gives (as a blend's), else a shuffled `Order`."""
     ask = getattr(source, "order", None)
     own = ask(seed) if callable(ask) else None
     return own if isinstance(own, Order) else Order(length_of(source), seed=seed)
 
 
 def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int, workers: int) -> None:
-    """Raises `InputError` for numbers that do not go together: batch, ranks, accumulation, length."""
+    """Raises `InputError` if batch size, ranks, accumulation and the source's length contradict each other."""
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
-    # of fewer samples than micro-batches some micro-batch would be empty in every step
+    # otherwise some micro-batch would be empty in every step
     if steps.batch_size < steps.accumulate:
         raise InputError(
             f"batch_size {steps.batch_size} is smaller than accumulate {steps.accumulate}: every micro-batch "
             f"needs a sample; give batch_size {steps.accumulate} or more, or lower accumulate"
         )
-    # an epoch shorter than a batch: its one batch has what there is
+    # the largest batch, which may be a short epoch
     whole = min(steps.batch_size, length)
     if whole < steps.data_ranks:
         raise InputError(
@@ -209,7 +214,7 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
         raise InputError(
             f"drop_last leaves no batch at all: the source has {length} samples and batch_size is {steps.batch_size}"
         )
-    # 0 for none given: only a negative number is wrong
+    # `epochs or 0`, since None means no end
     if min(start, prefetch, workers, epochs or 0) < 0:
         raise InputError(
             f"start, prefetch, workers and epochs cannot be negative, got {start}, {prefetch}, {workers} and {epochs}"

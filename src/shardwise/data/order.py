@@ -1,11 +1,11 @@
-"""The sample order: which sample stands at a position, computed from the seed and the position alone.
+"""The sample order: which sample is at a position, computed from the seed and the position alone.
 
-Position p belongs to epoch p // length, and within an epoch every sample stands at exactly one position. So
-the order knows nothing of ranks, batches or workers, and a run can continue from any position.
+Position p belongs to epoch p // length, and within an epoch every sample is at exactly one position. So
+the order does not depend on ranks, batches or workers, and a run can continue from any position.
 
-How: each epoch's permutation is a Feistel network over a grid of a x b cells, a and b next to the square root
-of the length (Black and Rogaway 2002). Rounds add a keyed hash of one coordinate to the other; the few cells
-beyond the length are walked through until the walk is back inside. Nothing of the size of the data is stored,
+How: each epoch's permutation is a Feistel network over a grid of a x b cells, a and b close to the square root
+of the length (Black and Rogaway 2002). Rounds add a keyed hash of one coordinate to the other. A result beyond
+the length is permuted again until it lies within it (cycle walking). No table is stored,
 so a length of 2**40 costs what a length of 40 does.
 
 What it does not do: resist an adversary. The mixing is for training, not for secrets.
@@ -30,7 +30,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Order:
-    """The order of `length` samples over endless epochs; `shuffle=False` is the order of the source."""
+    """The order of `length` samples over endless epochs.
+
+    seed      of the permutations; `shuffle`: whether each epoch is permuted, else it has the source's order
+    """
 
     length: int
     seed: int = 0
@@ -43,7 +46,7 @@ class Order:
             raise InputError(f"the seed of an order is an int, got {type(self.seed).__name__}")
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns samples at positions [start, stop), int64, across epochs; `InputError` for a start below 0."""
+        """Returns the samples' indices at positions [start, stop), int64 (stop - start,); may span several epochs."""
         if start < 0:
             raise InputError(f"positions start at 0, got {start}")
         pieces = [np.empty(0, dtype=np.int64)]
@@ -62,15 +65,15 @@ class Order:
 
 @lru_cache(maxsize=8)
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Returns one 64-bit key for each round of the permutation of an epoch."""
+    """Returns `ROUNDS` 64-bit keys, one for each round of an epoch's permutation."""
     digest = hashlib.shake_256(f"order/{seed}/{epoch}".encode()).digest(8 * ROUNDS)
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS))
 
 
 def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarray:
-    """Returns `places` (uint64) under a keyed bijection of [0, length)."""
+    """Returns the images (uint64) of `places` (uint64, below `length`) under a keyed permutation of [0, length)."""
     rows = math.isqrt(length - 1) + 1
-    rows += rows % 2  # an odd grid of odd cycles would reach even permutations only
+    rows += rows % 2  # if rows and columns were both odd, only even permutations would occur
     columns = -(-length // rows)
     out = _feistel(places, rows, columns, keys)
     outside = np.flatnonzero(out >= length)
@@ -81,7 +84,10 @@ def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(cells: np.ndarray, rows: int, columns: int, keys: tuple[int, ...]) -> np.ndarray:
-    """Returns a bijection of [0, rows * columns): row and column are shifted in turn by a hash of the other."""
+    """Returns the images of `cells` under a permutation of [0, rows * columns).
+
+    A cell is row * columns + column; each key shifts rows, or columns, in turn by a hash of the other.
+    """
     row, column = np.divmod(cells, np.uint64(columns))
     for index, key in enumerate(keys):
         if index % 2 == 0:
@@ -92,7 +98,7 @@ def _feistel(cells: np.ndarray, rows: int, columns: int, keys: tuple[int, ...]) 
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """Returns the finaliser of splitmix64 (Steele, Lea and Flood 2014) on keyed values."""
+    """Returns a 64-bit hash of each value: the finaliser of splitmix64 (Steele, Lea and Flood 2014) with a key."""
     mixed = values * _GOLDEN + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

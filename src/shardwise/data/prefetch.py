@@ -1,7 +1,7 @@
-"""Read ahead: a background thread runs an iterator, at most so many items before its consumer.
+"""`Prefetch`: a background thread runs an iterator up to a number of items ahead of its consumer.
 
-How: thread and consumer share a `Channel`, a short queue under one condition. The thread knows the channel
-and the iterator but never the consumer, so dropping the consumer closes the channel and the thread ends. An
+How: thread and consumer share a `Channel`, a short queue under one condition. The thread has references to the channel
+and the iterator but not to the consumer, so dropping the consumer closes the channel and the thread ends. An
 exception of the iterator is raised in the consumer, after the items before it; every wait of the consumer has
 a deadline.
 
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 class Channel(Generic[Item]):
-    """A bounded queue with an end, an error and a way to close it from the consumer's side."""
+    """A queue of at most `size` items; the producer ends it, perhaps with an error, or the consumer closes it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -35,7 +35,7 @@ class Channel(Generic[Item]):
         self._closed = False
 
     def put(self, item: Item) -> bool:
-        """Put an item once there is room; returns whether it was put: False once the channel is closed."""
+        """Waits for room and appends an item; returns False, without appending, once the channel is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._size)
             if not self._closed:
@@ -55,17 +55,21 @@ class Channel(Generic[Item]):
             self._changed.notify_all()
 
     def get(self, timeout_s: float, what: str) -> Item:
-        """Returns the next item; raises StopIteration at the end, the iterator's error, `RunError` at the deadline."""
+        """Waits for the next item and returns it.
+
+        Raises StopIteration at the end, the producer's error, or `RunError` after `timeout_s` seconds, which names
+        `what` was awaited.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             # items that were read before the end or an error are still given out
             while not self._items:
                 if self._ended or self._closed:
-                    # taken away: raised once; later calls see the end
+                    # the error is raised once; later calls raise StopIteration
                     error, self._error = self._error, None
                     raise error or StopIteration
                 left = deadline - time.monotonic()
-                # the source may hang on a network disk for good: a deadline, and not a wait without end
+                # reading may hang forever on a network disk
                 if left <= 0:
                     raise RunError(f"{what} gave nothing for {timeout_s:g} s; is its storage reachable?")
                 self._changed.wait(left)
@@ -75,9 +79,12 @@ class Channel(Generic[Item]):
 
 
 class Prefetch(Generic[Item]):
-    """Iterates `items` in a background thread, at most `ahead` items before the consumer.
+    """An iterator over `items` that a background thread reads up to `ahead` items in advance.
 
-    An error of theirs is raised here; an item that takes over `timeout_s` is a `RunError`, which says `what` it is of.
+    timeout_s   seconds that the consumer waits for an item, else `RunError`
+    what        name of what reads the items, for that error
+
+    An error raised by `items` is raised in the consumer.
     """
 
     def __init__(self, items: Iterator[Item], ahead: int, *, timeout_s: float, what: str) -> None:
@@ -97,18 +104,18 @@ class Prefetch(Generic[Item]):
         return self._channel.get(self._timeout_s, self._what)
 
     def close(self, wait_s: float = 5.0) -> None:
-        """End the thread, waiting at most `wait_s` for a read under way."""
+        """Ends the thread; waits at most `wait_s` seconds for a read under way."""
         if self._finalizer.detach():
             _shut(self._channel, self._thread, wait_s)
 
 
 def _pump(items: Iterator[Item], channel: Channel[Item]) -> None:
-    """Put each item into the channel until it is closed; at the end its end, or the error."""
+    """Puts each item into the channel until that is closed, then ends the channel, with the error if one was raised."""
     try:
         for item in items:
             if not channel.put(item):
                 return
-    except BaseException as error:  # of whatever kind, it belongs to the consumer
+    except BaseException as error:  # any error, even SystemExit, is raised in the consumer
         channel.end(error)
     else:
         channel.end()

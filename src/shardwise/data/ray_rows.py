@@ -1,11 +1,11 @@
-"""Rows of a Ray Dataset as a source: Ray makes its blocks once and keeps them; a rank fetches those that it reads from.
+"""Rows of a Ray Dataset as a source: Ray computes the dataset's blocks once, and each rank fetches blocks as needed.
 
-    one actor of the cluster   runs the dataset, keeping the order of its rows, and holds the blocks: rows, reference
-    each rank                  sample i --> its block --> from Ray's object store, the last few kept --> its row
+    one actor of the cluster   runs the dataset in order; holds each block's number of rows and object reference
+    each rank                  sample i --> its block, from Ray's object store (the last few are cached) --> its row
 
-The actor is found by its name, so the ranks of a job share it, and ends with the rank that asked for it first; where
-it, or the node of a block, is lost, the blocks are made again. The rows must then be the same: a dataset that draws, or
-whose files change, gives other samples, and its source is refused where the numbers of rows tell.
+The actor is found by its name, so the ranks of a job share it; it ends with the rank that first asked for it. If it or
+the node of a block is lost, the blocks are computed again. They must then be the same: a dataset that is random, or
+whose files change, would give other samples, which is refused if the numbers of rows differ.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shardwise.data.order import Order
 from shardwise.dataset import DatasetSource
 from shardwise.errors import InputError, RunError, first_line
 
-KEPT = 8  # blocks that a rank keeps
-AGAIN_S = 60.0  # in which the end of an actor, or of a node, is over
+KEPT = 8  # blocks that a rank caches
+AGAIN_S = 60.0  # seconds for which a lost actor or block is asked for again
 _POLL_S = 0.5
 NAMESPACE = "shardwise"
 
 
 class RaySource(DatasetSource):
-    """Rows of a `ray.data.Dataset` as a `Source`: each a dict of its columns, joined by torch's `default_collate`.
+    """A `Source` of the rows of a `ray.data.Dataset`, dicts of columns, which `default_collate` joins to batches.
 
-    make     returns the dataset; called in the cluster, where the actor that makes the blocks runs it
-    name     of the dataset in the cluster: ranks that give the same share its blocks
-    shuffle  False: samples in the dataset's own order, the cheapest to read; True: another order in each epoch
-    collate  joins a list of rows into a batch, in place of `default_collate`
+    make     returns the dataset; called once in the cluster, by the actor
+    name     of the dataset in the cluster; ranks that give the same name share its blocks
+    shuffle  Whether each epoch has another order; without it, samples have the dataset's order, which reads fastest
+    collate  joins a list of rows into a batch; None: torch's `default_collate`
 
     Ray must run where a rank does (`ray start`, or a job of `shardwise.ray`).
     """
@@ -50,12 +50,12 @@ class RaySource(DatasetSource):
         self.shuffle = shuffle
 
     def order(self, seed: int) -> Order:
-        """Returns the order in which a loader reads this source: shuffled by the seed, where `shuffle` is set."""
+        """Returns the order in which a loader reads this source, shuffled by `seed` if `shuffle` is set."""
         return Order(len(self), seed, self.shuffle)
 
 
 class RayRows:
-    """The rows of a Ray Dataset by their index."""
+    """The rows of a Ray Dataset, by index. `make` and `name` as in `RaySource`; `kept`: blocks to cache."""
 
     def __init__(self, make: Callable[[], Any], name: str, kept: int = KEPT) -> None:
         self.make, self.name, self.kept = make, f"shardwise-rows-{name}", kept
@@ -68,7 +68,7 @@ class RayRows:
         self._blocks: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns {"make", "name", "kept"}, from which another process asks for the blocks itself."""
+        """Returns {"make", "name", "kept"}; another process fetches blocks itself."""
         return {"make": self.make, "name": self.name, "kept": self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class RayRows:
         return self._rows
 
     def _block(self, at: int) -> dict[str, Any]:
-        """Returns {column: array of the block's rows}."""
+        """Returns {column: array of the rows} of block `at`, from the cache or from Ray."""
         if at not in self._blocks:
             while len(self._blocks) >= self.kept:
                 self._blocks.popitem(last=False)
@@ -109,7 +109,7 @@ class RayRows:
         return self._blocks[at]
 
     def _fetched(self, at: int) -> dict[str, Any]:
-        """Returns {column: array} of a block; a lost one is asked for again, for `AGAIN_S` seconds, then `RunError`."""
+        """Fetches block `at` from Ray as {column: array}; if it is lost, retries for `AGAIN_S` s, then `RunError`."""
         import ray
         from ray.data.block import BlockAccessor
 
@@ -119,7 +119,7 @@ class RayRows:
                 if not self._references:
                     self._ask()
                 columns = BlockAccessor.for_block(ray.get(self._references[at])).to_numpy()
-                # rows that are single values have no column: named as Ray names it, "item"
+                # rows of single values have no column name; Ray's is "item"
                 return columns if isinstance(columns, dict) else {"item": columns}
             except ray.exceptions.RayError as error:  # the actor, or the node of a block, is lost
                 self._forget()
@@ -128,7 +128,10 @@ class RayRows:
                 time.sleep(_POLL_S)
 
     def _ask(self) -> None:
-        """Ask the actor, made by the first rank, for blocks' rows and references; raises `InputError`, `RunError`."""
+        """Gets or makes the actor, and sets the blocks' references and running totals of rows.
+
+        Raises `InputError` for a dataset that fails or is empty, `RunError` if Ray fails or the rows have changed.
+        """
         import ray
 
         _join_ray()
@@ -143,21 +146,21 @@ class RayRows:
                 break
             except ray.exceptions.RayTaskError as error:
                 raise InputError(f"{self.name}: the dataset cannot be made: {first_line(error.cause)}") from error
-            except ray.exceptions.RayError as error:  # that of an attempt before this one is about to end
+            except ray.exceptions.RayError as error:  # the actor of an earlier attempt may be ending: ask again
                 if time.monotonic() > until:
                     raise RunError(f"{self.name}: Ray does not make it: {first_line(error)}") from error
                 time.sleep(_POLL_S)
         ends = list(accumulate(rows))
         if not ends or not ends[-1]:
             raise InputError(f"{self.name}: the dataset has no rows")
-        # the actor was lost and made again: positions in the data count rows as they were
+        # a new actor must give the same blocks, since positions in the data count their rows
         if self._rows is not None and self._rows != ends:
             raise RunError(f"{self.name}: made again, the dataset has other blocks: its rows must not depend on chance")
         self._rows = ends
 
 
 class _Maker:
-    """The actor: runs a dataset once, and holds its blocks."""
+    """The Ray actor, which runs the dataset that `packed` (a pickled function) returns, once, and holds its blocks."""
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
@@ -178,7 +181,7 @@ class _Maker:
 
 
 def _packed(make: Callable[[], Any]) -> bytes:
-    """Returns a function pickled with all that it uses of its own file, which workers of Ray cannot import."""
+    """Returns a pickled function, by value with its module, which workers of Ray may be unable to import."""
     from ray import cloudpickle
 
     module = sys.modules.get(make.__module__)
@@ -187,7 +190,7 @@ def _packed(make: Callable[[], Any]) -> bytes:
     # a function of an installed package is pickled by its name, which workers can import
     if module is None or any(path.is_relative_to(folder) for folder in installed):
         return bytes(cloudpickle.dumps(make))
-    # by value for this one pickling: registered for good, other pickles would carry the file too
+    # registered for this one pickling only, or other pickles would carry the module too
     cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(make))
@@ -196,7 +199,7 @@ def _packed(make: Callable[[], Any]) -> bytes:
 
 
 def _join_ray() -> None:
-    """Join the Ray that runs here; `InputError` where none does."""
+    """Connects to the Ray cluster that runs on this host, unless connected; `InputError` if there is none."""
     try:
         import ray
     except ImportError:

@@ -1,12 +1,12 @@
-"""Which positions a step covers, and this rank's parts of them, read from a source.
+"""Maps positions in the sample order to steps, and reads this rank's parts of a step.
 
 How: a step starts at a position and takes a batch from there, at most to the end of the epoch. The batch is
 dealt by `layout.dealing` over micro-batches and ranks; each part is one `source.read` of this rank's samples
-only. Random draws are those of one process (`random.reading_seeds`): a dataset's are made by the sample; where
-something draws that is given several samples (a collate function that masks words), or may pad them to the longest,
-every rank reads the whole batch and keeps its parts.
+only. Random numbers used in reading are those of one process (`random.reading_seeds`): a dataset's are seeded by
+sample. If a function that gets several samples (a collate function that masks words) uses random numbers, or may pad
+to the longest sample, every rank reads the whole batch and keeps its parts.
 
-What it does not do: hold a place in the data (`loader`) or read ahead (`prefetch`).
+What it does not do: remember a position (`loader`) or read ahead (`prefetch`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardwise.step.batching import check_ranks, check_samples, slice_samples
 
 @dataclass(frozen=True)
 class Steps:
-    """Maps positions in the data to steps and their parts; immutable, so that a background thread may share it."""
+    """A map from positions in the data to steps and their parts; immutable, so that a thread may share it."""
 
     source: Source
     order: Order
     batch_size: int  # samples of a step, over all ranks
     accumulate: int = 1  # micro-batches of a step
-    data_rank: int = 0  # this rank's place among those that samples are dealt to
+    data_rank: int = 0  # this rank's index among the `data_ranks` that samples are dealt to
     data_ranks: int = 1
-    drop_last: bool = False  # leave out an epoch's last batch where it is short
-    draws: bool | None = None  # whether reading draws; False: generators are left alone, as a thread must
-    whole: bool = False  # read the whole batch, and keep this rank's parts
+    drop_last: bool = False  # whether an epoch's last batch is left out if it is short
+    draws: bool | None = None  # whether reading uses random numbers; None: unknown; False: RNGs are not touched
+    whole: bool = False  # whether the whole batch is read, of which this rank's parts are kept
 
     def __post_init__(self) -> None:
         check_ranks(self.data_rank, self.data_ranks)
@@ -45,7 +45,7 @@ class Steps:
             )
 
     def span(self, position: int) -> tuple[int, int]:
-        """Returns positions (start, stop) of the step at or after `position`; never across the border of two epochs."""
+        """Returns positions (start, stop) of the step that begins at or after `position`, within one epoch."""
         length = self.order.length
         end = (position // length + 1) * length
         if self.drop_last and end - position < self.batch_size:
@@ -53,7 +53,7 @@ class Steps:
         return position, min(position + self.batch_size, end)
 
     def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Share], int]]:
-        """Yields (parts, position after them) of each step from `position` that ends by `end`; None: endlessly."""
+        """Yields (parts, position after them) of each step from `position` up to position `end` (None: endlessly)."""
         steps = self
         start, stop = self.span(position)
         while end is None or stop <= end:
@@ -62,9 +62,10 @@ class Steps:
             start, stop = self.span(stop)
 
     def read(self, start: int, stop: int) -> tuple[list[Share], Steps]:
-        """Returns (parts of the batch at positions [start, stop), steps to read on with: these know if reading draws).
+        """Returns (this rank's parts of the batch at positions [start, stop), `Steps` to use for the next read).
 
-        Raises `InputError` where the source's length changed, or it gives another number of samples.
+        The latter know whether this read used random numbers or padding. Raises `InputError` if the source's length has
+        changed, or it returns another number of samples.
         """
         now = len(self.source)
         if now != self.order.length:
@@ -72,17 +73,17 @@ class Steps:
                 f"{name_of(self.source)} had {self.order.length} samples when the run began and has {now} now: a "
                 "source must not change while it is read; start anew with the data as it is"
             )
-        # a thread beside the step may touch no generator: they are the process's
+        # a thread must not touch the process's RNGs, which the training step uses
         if self.draws is False:
             return self._dealt(start, stop), self
         with drawing(self.order.seed, start // self.order.length, start) as drawn:
             parts = self._dealt(start, stop)
         following = self._having(drawn)
-        # what draws for several samples at once, or pads them, was given this rank's alone: once more, for all
+        # a collate function that is random or pads was given this rank's samples alone: read again, the whole batch
         return (parts, following) if following.whole == self.whole else following.read(start, stop)
 
     def _having(self, drawn: ReadDraws) -> Steps:
-        """Returns these steps, read as what was seen to draw needs it."""
+        """Returns a copy with `draws` and `whole` set by what a read was seen to do (`drawn`)."""
         return replace(
             self,
             draws=self.draws or drawn.by_sample or drawn.together or None,
@@ -90,7 +91,10 @@ class Steps:
         )
 
     def _dealt(self, start: int, stop: int) -> list[Share]:
-        """Returns this rank's `Share` of each micro-batch of positions [start, stop); one sample stands in for none."""
+        """Returns this rank's `Share` of each micro-batch of the step at positions [start, stop).
+
+        A share without a sample gets one stand-in, and `count` 0.
+        """
         indices = self.order.indices(start, stop).tolist()
         samples = len(indices)
         batch = read(self.source, indices) if self.whole else None
@@ -103,14 +107,14 @@ class Steps:
 
 
 def read(source: Source, indices: list[int]) -> Any:
-    """Returns the source's batch of these samples; `InputError` where it has another number of them."""
+    """Returns `source.read(indices)`; `InputError` if the batch has another number of samples."""
     batch = source.read(indices)
     check_samples(batch, len(indices), name=f"{type(source).__name__}.read(...)")
     return batch
 
 
 def length_of(source: Source) -> int:
-    """Returns `len(source)`; raises `InputError` where the source is empty or is no source at all."""
+    """Returns `len(source)`; raises `InputError` if the source is empty or is no `Source`."""
     name = type(source).__name__
     if not isinstance(source, Source):
         raise InputError(

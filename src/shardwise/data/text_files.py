@@ -1,11 +1,11 @@
-"""What text files hold: one text, or records (JSON lines, a JSON array, a table of parquet), whole or packed by gzip.
+"""Reads text files: one text, or records (JSON lines, a JSON array, a table of parquet), plain or compressed by gzip.
 
     chat.jsonl  {"messages": ...}    records: an object a line
     chat.json   [{...}, {...}]       records: the array's objects
     chat.parquet                     records: its rows, without the columns that are null in a row
     prose.txt                        one text, "\\r\\n" read as "\\n"
 
-What a file is, is seen: by its first bytes (gzip, parquet, an object on its first line), by its ending for JSON.
+The kind of a file is recognised by its first bytes (gzip, parquet, a JSON object in its first line), or its ending.
 
 What this does not do: stream. A file is in memory while it is read.
 """
@@ -26,11 +26,11 @@ from shardwise.errors import InputError
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
-Records = list[tuple[str, dict[str, Any]]]
+Records = list[tuple[str, dict[str, Any]]]  # (place of a record, such as "FILE:3", for messages; the record)
 
 
 def text_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Returns the files that paths, patterns ("texts/*.txt") and folders name; `InputError` where there are none."""
+    """Returns the files that paths, patterns ("texts/*.txt") and folders name; `InputError` if one names none."""
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
@@ -44,7 +44,7 @@ def text_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def _of_folder(folder: Path) -> list[Path]:
-    """Returns a folder's files where all have one ending; refused otherwise, since some may be no examples."""
+    """Returns a folder's files if all have the same ending; `InputError` if not, since some may not be examples."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     endings = Counter("".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix for path in files)
     if len(endings) == 1:
@@ -56,9 +56,11 @@ def _of_folder(folder: Path) -> list[Path]:
 
 
 def contents(path: Path, wanted: str) -> str | Records:
-    """Returns a file's text, or (place, record) of each record in it; `wanted` says in errors what a record is.
+    """Returns a file's text, or its records as a list of (place, record).
 
-    Raises `InputError`, with the file and the line, for what is neither.
+    wanted   describes a record, for messages
+
+    Raises `InputError`, with the file and the line, for a file that is neither.
     """
     try:
         raw = path.read_bytes()
@@ -80,7 +82,7 @@ def contents(path: Path, wanted: str) -> str | Records:
 
 
 def _begins_with_one(text: str) -> bool:
-    """Whether the first line that is not empty is a JSON object: lines of them under another ending."""
+    """Whether the first line that is not empty is a JSON object, as in JSON lines under another ending."""
     first = text.lstrip().split("\n", 1)[0]
     if not first.startswith("{"):
         return False
@@ -115,7 +117,10 @@ def _object(where: str, value: Any, wanted: str) -> dict[str, Any]:
 
 
 def _rows(path: Path, raw: bytes) -> list[dict[str, Any]]:
-    """Returns a parquet file's rows without nulls, which stand for a key that a row lacks; may raise `InputError`."""
+    """Returns a parquet file's rows as dicts without null values, which stand for keys that a row lacks.
+
+    Raises `InputError` if pyarrow is not installed or the file is damaged.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:

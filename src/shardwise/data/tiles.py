@@ -1,7 +1,7 @@
-"""Fields by tiles under `domain`: each rank reads its own; `predict_to` writes each to a .npy file or .zarr store.
+"""Reads fields by tile under the axis `domain`, and writes outputs by tile to a .npy file or .zarr store.
 
-A source that says how large its fields are is asked for a rank's region. Its answer is this rank's share where it has
-the share's shape, and the field where it has the field's.
+A source with `global_shape` is asked for this rank's region alone. The engine then tells by its shape whether a tensor
+that was read is a tile or a whole field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.trace.outside_reads import set_training
 
 
 class TileSource:
-    """A source that reads one region, (start, stop) along each dim of space, of another source's fields."""
+    """A source that reads one region of another source's fields. `region`: (start, stop) along each dim of space."""
 
     def __init__(self, source: Source, region: tuple[tuple[int, int], ...]) -> None:
         self.source, self.region = source, region
@@ -38,7 +38,10 @@ class TileSource:
 
 
 def own_tile(source: Source, engine: Engine) -> Source:
-    """Returns the source of this rank's tile; `source` itself unless the plan cuts space and it has `global_shape`."""
+    """Returns a source of this rank's tile of each field.
+
+    It is `source` itself if the plan does not shard space, or the source has no `global_shape`.
+    """
     positions, whole = engine.state.forward.positions, getattr(source, "global_shape", None)
     if positions is None or not positions.shapes or whole is None:
         return source
@@ -48,15 +51,15 @@ def own_tile(source: Source, engine: Engine) -> Source:
 def predict_to(
     engine: Engine, source: Source, path: str | Path, *, batch_size: int, select: Callable[[Any], Any] | None = None
 ) -> tuple[int, ...]:  # fmt: skip
-    """Write the model's outputs for all samples of a source to a `.npy` file or a `.zarr` store; returns its shape.
+    """Writes the model's outputs for all samples of a source to a file; returns its shape, (samples, ...). Collective.
 
-    Collective. Each rank writes the tile that it computed, of fields that no device need hold. All ranks must see
-    `path`. A store has the outputs as its array "output", in chunks of one sample and one tile, each written by one
-    rank: tiles are moved to the bounds of chunks, ceil(n / ranks) long, first.
-
+    path        a `.npy` file, or a `.zarr` store, which gets an array "output"; all ranks must see it
     batch_size  samples of all ranks together that are computed at once
-    select      output -> the one tensor (samples first) that is written
-    Raises `RefusedPlan` under `pp`; `InputError` for another ending of `path`, or an output that is no such tensor.
+    select      output of the model -> the tensor (samples first) that is written; None: the output is one
+
+    Each rank writes the tile that it computed, so no device holds a whole field. In a store, chunks are one sample and
+    one tile, and tiles are first moved to equal bounds, so that each chunk is written by one rank. Raises `RefusedPlan`
+    under `pp`, `InputError` for another ending of `path`, or an output that is no such tensor.
     """
     state, path = engine.state, Path(path)
     if state.staged is not None:
@@ -76,7 +79,7 @@ def predict_to(
                 # shape and dtype are known from the first output on
                 if file is None:
                     file = _opened(path, len(source), output, engine)
-                # ranks of an axis that does not cut the output hold the same elements: one of them writes
+                # ranks of an axis along which the output is replicated hold the same elements: one of them writes
                 if _is_first(output, engine):
                     _write(file, done + part.start, output[: part.count])
                 forget()
@@ -84,7 +87,7 @@ def predict_to(
         assert file is not None
         if isinstance(file, np.memmap):
             file.flush()
-        gather_json(0, state.mesh.world, state.device)  # nobody reads before all have written
+        gather_json(0, state.mesh.world, state.device)  # a barrier: no rank returns before all have written
         return file.shape
     finally:
         set_training(state.module, training)
@@ -92,7 +95,7 @@ def predict_to(
 
 @torch.no_grad()
 def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> torch.Tensor:
-    """Returns this rank's part of the output, sums taken, 16-bit floats as float32; `InputError` for no tensor."""
+    """Returns this rank's part of the model's output, reduced, 16-bit floats as float32; `InputError` for no tensor."""
     forward = engine.state.forward
     output = forward.output(forward.to_device(batch))
     output = output if select is None else select(output)
@@ -105,7 +108,7 @@ def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> 
 
 
 def _in_chunks(output: torch.Tensor) -> torch.Tensor:
-    """Returns the output with each cut dim dealt in equal blocks (the last smaller): a store's chunks. Collective."""
+    """Returns the output resharded into equal blocks (the last smaller) of each sharded dim, the chunks. Collective."""
     for axis, (_, dim, owners) in zip(axes_of(output), cuts_of(output), strict=True):
         stops = np.minimum(np.arange(1, axis.size + 1) * _chunk(owners), owners.size)
         output = moved(output, dim, Owners(stops, np.arange(axis.size), axis.size), axis)
@@ -117,22 +120,24 @@ def _chunk(owners: Owners) -> int:
 
 
 def _is_first(output: torch.Tensor, engine: Engine) -> bool:
-    """Whether this rank is the first of the ranks that hold the same elements of an output."""
+    """Whether this rank is the first of those that hold the same elements of an output."""
     mesh, cut = engine.state.mesh, {name for name, _, _ in cuts_of(output)}
     return all(axis.index == 0 for axis in (*mesh.inner, mesh.tp) if axis.name not in cut)
 
 
 def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> Any:
-    """Returns the mapped .npy file or the zarr array, (samples, ...), that takes the outputs; rank 0 creates it."""
+    """Returns the open .npy memory map or zarr array (samples, ...) for the outputs, made by rank 0. Collective.
+
+    output   a first output, for shape and dtype
+    """
     state, kind = engine.state, torch.empty(0, dtype=output.dtype).numpy().dtype
     shape = (samples, *output.shape[1:])
-    # .zarr takes any box, .npy one mapping of the whole file
     if path.suffix == ".zarr":
         zarr = _zarr()
-        # one rank creates the store, and the others open what it made once all have met
+        # rank 0 creates the store, and the others open it after a barrier
         if engine.rank == 0:
             sizes = {dim: _chunk(owners) for _, dim, owners in cuts_of(output)}
-            # a chunk as large as a rank's block: no two ranks write into one chunk
+            # a chunk is a rank's block, so that no two ranks write into one chunk
             chunks = [1, *(sizes.get(dim, max(n, 1)) for dim, n in enumerate(shape) if dim)]
             names = ["sample", *(f"dim_{dim}" for dim in range(1, len(shape)))]
             zarr.open_group(str(path), mode="w").create_array(
@@ -147,7 +152,7 @@ def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> A
 
 
 def _zarr() -> Any:
-    """Returns the module zarr; `InputError`, with how to get it, where it is not installed."""
+    """Returns the module zarr; `InputError` if it is not installed."""
     try:
         import zarr
     except ImportError as error:
@@ -156,14 +161,14 @@ def _zarr() -> Any:
 
 
 def _write(file: Any, first: int, output: torch.Tensor) -> None:
-    """Writes this rank's part of an output at its place in the file."""
+    """Writes this rank's part of an output into the file; `first`: the index of its first sample there."""
     places = [np.arange(n) for n in output.shape]
     for name, dim, owners in cuts_of(output):
         places[dim] = places[dim][owners.indices(_index(output, name))]
     places[0] = places[0] + first
     # a rank with fewer rows than others may hold nothing of this batch
     if all(len(place) for place in places):
-        # contiguous ranges are written as slices, which stores write whole; others index by index
+        # contiguous ranges are written as slices, which is faster than index arrays
         runs = all(place[-1] - place[0] + 1 == len(place) for place in places)
         where: Any = tuple(slice(place[0], place[-1] + 1) for place in places) if runs else np.ix_(*places)
         file[where] = taken_apart(output).cpu().numpy()

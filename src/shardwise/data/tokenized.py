@@ -1,9 +1,9 @@
-"""Tokenize files of text (data/text_files) once, into a file of tokens that `TokenSource` (data/tokens) maps.
+"""`tokenized`: tokenizes text files (data/text_files) once, into a file that `TokenSource` (data/tokens) maps.
 
 A text file is one document, and so is the text of a record; each ends with the tokenizer's end-of-text token. The
-tokens of all documents stand one after another, in the order of the paths. The file lies in the user's cache under a
-name made of what it was made from (paths, sizes and times of the files, the tokenizer's content), so it is made again
-when one of them changes, and never twice for the same; it takes its name when it is whole.
+tokens of all documents are concatenated in the order of the paths. The file is content-addressed: its name in the
+user's cache is a hash of the files' paths, sizes and times and of the tokenizer's content, so it is made again if one
+of these changes. It gets its name once it is complete.
 
 What this does not do: stream. The tokens of all files are held in memory while the file is made.
 """
@@ -21,20 +21,20 @@ from shardwise.data.text_files import contents, text_files
 from shardwise.data.tokenizer import Tokenizer, read_tokenizer
 from shardwise.errors import InputError
 
-FORMAT = 2  # raised when the same inputs would give other tokens
+FORMAT = 2  # version of this code's output, part of the hash: increase it if the same inputs give other tokens
 
 
 def tokenized(
     paths: str | Path | Iterable[str | Path], tokenizer: str | Path | None = None, *,
     cache_folder: str | Path | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the path of a .npy file with the tokens of text files, made if it is not there yet.
+    """Returns the path of a .npy file (a vector) with the tokens of text files; makes it if it does not exist.
 
-    paths         files, patterns ("texts/*.txt") or folders: text, or records with a `text` each
+    paths         files, patterns ("texts/*.txt") or folders: text, or records with a "text" each
     tokenizer     a folder with tokenizer.json, or such a file; None: UTF-8 bytes
-    cache_folder  where the file goes; by default shardwise/ in the user's cache
+    cache_folder  folder for the .npy file; None: shardwise/ in the user's cache
 
-    Raises `InputError` where a file is missing, is not UTF-8, or a line has no text.
+    Raises `InputError` if a file is missing or not UTF-8, or a record has no text.
     """
     files = text_files(paths)
     made_by = read_tokenizer(tokenizer)
@@ -45,7 +45,7 @@ def tokenized(
 
 
 def _name(files: list[Path], tokenizer: Tokenizer) -> str:
-    """Returns a name for the tokens of these files: of the tokenizer, and of their paths, sizes and times."""
+    """Returns 24 hex digits that identify the tokenizer and the files' paths, sizes and times."""
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.mark}".encode())
     for file in files:
         about = file.stat()
@@ -54,8 +54,11 @@ def _name(files: list[Path], tokenizer: Tokenizer) -> str:
 
 
 def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
-    """Write text files' tokens, with end tokens, as .npy of the narrowest unsigned dtype; `InputError` for no text."""
-    assert tokenizer.vocab is not None  # known of folders and of bytes
+    """Writes the files' tokens, with end tokens, to `target`: .npy of the narrowest unsigned dtype for the vocabulary.
+
+    Raises `InputError` if there is no text or `target` cannot be written.
+    """
+    assert tokenizer.vocab is not None  # known for folders and for bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]
     texts = (text for file in files for text in _texts(file))
@@ -72,7 +75,7 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
 
 
 def _texts(file: Path) -> Iterator[str]:
-    """Yields the documents of a file: its text, or that of each record; `InputError` for one without text."""
+    """Yields the documents of a file: its text, or the "text" of each record; `InputError` for a record without."""
     held = contents(file, 'expected {"text": ...}')
     if isinstance(held, str):
         yield held

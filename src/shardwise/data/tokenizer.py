@@ -1,9 +1,9 @@
 """Text as tokens: by a tokenizer from a local folder, by an object with `encode`, by a function, or as UTF-8 bytes.
 
 A folder is one that `save_pretrained` of transformers wrote, or any other with a tokenizer.json, which the library
-`tokenizers` reads. Truncation and padding that were saved in the file are switched off: documents are cut, packed and
-filled up by the sources. The token that ends a text is what tokenizer_config.json or config.json say; a bare
-tokenizer.json does not tell, and then it is the first of the usual names that the tokenizer knows, if any.
+`tokenizers` reads. Truncation and padding that were saved in the file are switched off, since sources truncate, pack
+and pad documents. The token that ends a text is read from tokenizer_config.json or config.json; if neither names one,
+it is the first of `USUAL_ENDS` that the tokenizer knows, if any.
 
 What this does not do: read vocabularies without a tokenizer.json (transformers converts them: load with
 `AutoTokenizer` and `save_pretrained`), or apply chat templates.
@@ -29,11 +29,11 @@ FILE = "tokenizer.json"
 class Tokenizer:
     """A tokenizer as sources use it.
 
-    encode  text -> tokens, without special tokens
-    decode  tokens -> text; None where it cannot
-    end     the token that ends a text; None where there is none
-    vocab   one more than the largest token; None where it is not known
-    mark    changes when the tokenizer does; empty where it cannot be told
+    encode  text -> token ids, without special tokens
+    decode  token ids -> text; None if the tokenizer cannot decode
+    end     id of the token that ends a text; None if there is none
+    vocab   one more than the largest token id; None if it is not known
+    mark    text that identifies the tokenizer's content, such as a hash; "" if it is not known
     """
 
     encode: Callable[[str], list[int]]
@@ -44,9 +44,9 @@ class Tokenizer:
 
 
 def read_tokenizer(spec: Any) -> Tokenizer:
-    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes.
+    """Returns a `Tokenizer` from `spec`: a folder or file, an object with `encode`, a function, or None (UTF-8 bytes).
 
-    Raises `InputError` for anything else, and a file that is missing or unreadable.
+    Raises `InputError` for anything else, and for a file that is missing or unreadable.
     """
     if spec is None:
         return Tokenizer(lambda text: list(text.encode()), _from_bytes, None, BYTES, "bytes")
@@ -60,7 +60,10 @@ def read_tokenizer(spec: Any) -> Tokenizer:
 
 
 def _plain(call: Callable) -> Callable[[str], list[int]]:
-    """Returns text -> ids without special tokens, for a function that gives an `Encoding` or a list."""
+    """Returns a function (text -> list of token ids, without special tokens) around `call`.
+
+    call   encodes a text into a list of ids or an `Encoding` of the library tokenizers
+    """
 
     def encode(text: str) -> list[int]:
         try:
@@ -84,7 +87,7 @@ def _usual_end(tokenizer: Any) -> int | None:
 
 
 def _from_folder(path: Path) -> Tokenizer:
-    """Returns the `Tokenizer` of a tokenizer.json, or of the folder that holds it; `InputError` where it is none."""
+    """Returns the `Tokenizer` of a tokenizer.json, or of the folder that has one; `InputError` if it is unreadable."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         beside = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else ""
@@ -97,7 +100,7 @@ def _from_folder(path: Path) -> Tokenizer:
         tokenizer = Theirs.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{file} is not a tokenizer: {error}") from error
-    # settings of whoever saved the file, which would cut or fill documents here
+    # settings saved in the file would truncate and pad documents here
     tokenizer.no_truncation()
     tokenizer.no_padding()
     configured_end = _told_end(file.parent, tokenizer)
@@ -108,24 +111,27 @@ def _from_folder(path: Path) -> Tokenizer:
 
 
 def _told_end(folder: Path, tokenizer: Any) -> int | None:
-    """Returns the end-of-text token's id that files beside tokenizer.json name, or None; `InputError` if unknown."""
+    """Returns the id of the end-of-text token that the files beside tokenizer.json name; None if they name none.
+
+    Raises `InputError` if the tokenizer does not know it.
+    """
     token = _entry(folder / "tokenizer_config.json", "eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
     if isinstance(token, str):
         number = tokenizer.token_to_id(token)
-        # documents would run into each other without a word
+        # without it documents would run into each other silently
         if number is None:
             raise InputError(f"{folder / 'tokenizer_config.json'}: eos_token {token!r} is not in {folder / FILE}")
         return number
     number = _entry(folder / "config.json", "eos_token_id")
-    # of several ends (of a text, of a turn) the first
+    # a list has the ends of a text and of a turn: take the first
     number = number[0] if isinstance(number, list) and number else number
     return number if isinstance(number, int) else None
 
 
 def _entry(path: Path, key: str) -> Any:
-    """Returns the value of a key in a JSON file; None without such a file or key, `InputError` for no JSON."""
+    """Returns the value of `key` in a JSON file; None if there is no such file or key, `InputError` for no JSON."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""`TokenSource`: a memory-mapped file of tokens, read by window.
+"""`TokenSource`: windows of memory-mapped files of tokens.
 
 A file is `.npy` (a vector of whole numbers) or raw numbers of a dtype that is given (`.bin`). Window i holds the
 tokens [i L, i L + L]: L inputs and, one further, L targets, so every token but the first is a target once.
@@ -21,15 +21,18 @@ import torch
 
 from shardwise.errors import InputError
 
-LOOKED_AT, FEWEST = 4096, 32  # numbers at a file's start, from which its dtype is seen
+LOOKED_AT, FEWEST = 4096, 32  # at most and at least so many numbers at a file's start show a wrong dtype
 
 
 class TokenSource:
     """Windows of `seq_len` + 1 tokens of one or several files: {"tokens": int64 (B, seq_len + 1)}.
 
     paths    files, read one after another; a window never crosses from one to the next
-    dtype    of raw files; `.npy` files tell theirs
-    vocab    if given, a token at or beyond it is an `InputError` that names file and place
+    seq_len  L of the module's docstring
+    dtype    NumPy dtype of raw files; `.npy` files have their own
+    vocab    a token that is not below it raises `InputError` when it is read; None: not checked
+
+    `span`: [first, last) of the windows of all files that this source has.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class TokenSource:
         self.span = (0, int(self._ends[-1]) if len(self._ends) else 0)
 
     def _open(self) -> None:
-        """Map the files and count their windows; `InputError` for one that is too short for any."""
+        """Maps the files and counts their windows; `InputError` for a file that is shorter than one window."""
         self.files = [_mapped(path, self.dtype) for path in self.paths]
         windows = [max(0, (len(tokens) - 1) // self.seq_len) for tokens in self.files]
         for path, tokens, count in zip(self.paths, self.files, windows, strict=True):
@@ -55,7 +58,7 @@ class TokenSource:
         return self.span[1] - self.span[0]
 
     def over(self, start: int, stop: int) -> TokenSource:
-        """Returns the windows [start, stop) of this source, as a source; `InputError` beyond its ends."""
+        """Returns a source of windows [start, stop) of this one; `InputError` if they are not all in it."""
         if not 0 <= start < stop <= len(self):
             raise InputError(f"windows [{start}, {stop}) do not lie in a source of {len(self)}")
         part = copy(self)
@@ -63,7 +66,10 @@ class TokenSource:
         return part
 
     def split(self, held_out: float = 0.05) -> tuple[TokenSource, TokenSource]:
-        """Returns (train, held out), a share of windows at the end, at least one; `InputError` for too few."""
+        """Returns (training source, held-out source); the latter has the last windows, at least one.
+
+        held_out   fraction of the windows. Raises `InputError` if there are too few.
+        """
         if not 0 < held_out < 1:
             raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
         held_windows = max(1, round(len(self) * held_out))
@@ -88,7 +94,7 @@ class TokenSource:
         return {"tokens": torch.from_numpy(rows)}
 
     def _check(self, row: np.ndarray, file: int, start: int) -> None:
-        """Raise `InputError` where a token of the row lies beyond the vocabulary."""
+        """Raises `InputError` if a token of a window, which begins at `start` of its file, is not below `vocab`."""
         if self.vocab is None:
             return
         beyond = np.flatnonzero((row >= self.vocab) | (row < 0))
@@ -107,7 +113,10 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """Returns a file's tokens, mapped, (N,) in .npy's own integer dtype, else `dtype`; `InputError` for others."""
+    """Returns a file's tokens as a memory map (N,); `InputError` for a file of anything else.
+
+    dtype   of a raw file; a .npy file has its own
+    """
     try:
         # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":
@@ -124,13 +133,13 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     # a matrix of tokens, or probabilities, would be read as one long text
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")
-    # the wrong width reads a raw file without any error: every second number is 0 then
+    # reading a raw file at half its width gives no error, but every second number is 0
     _refuse_half(path, tokens)
     return tokens
 
 
 def _refuse_half(path: Path, tokens: np.ndarray) -> None:
-    """Raises `InputError` where every second number is 0: those of a file of wider ones, read as half of them."""
+    """Raises `InputError` if every second number is 0, as in a file of wider integers read at half their width."""
     head = np.asarray(tokens[:LOOKED_AT])
     if len(head) < FEWEST or head[1::2].any() or not head[::2].any():
         return

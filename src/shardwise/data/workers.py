@@ -1,4 +1,4 @@
-"""Read in worker processes by torch's `DataLoader`, which is told nothing but which steps to read.
+"""Reads steps in worker processes, through torch's `DataLoader`, whose "samples" are whole steps.
 
     loader      steps 7, 8, 9, 10, ...  ->  worker 0 reads 7, worker 1 reads 8, worker 2 reads 9, worker 0 ...
     consumer    7, 8, 9, 10, in order, whichever was read first
@@ -33,7 +33,7 @@ PRELOAD = ["torch", "shardwise.data.workers"]
 
 @dataclass
 class _Reader:
-    """The data set of a worker: reads the step that stands at [start, stop)."""
+    """A dataset for `DataLoader` whose items are steps: item (start, stop) is the pickled step at those positions."""
 
     steps: Steps
 
@@ -44,13 +44,13 @@ class _Reader:
         start, stop = span
         try:
             parts, self.steps = self.steps.read(start, stop)
-        except ShardwiseError as error:  # as itself, not as a worker's traceback
+        except ShardwiseError as error:  # sent back whole, since DataLoader would wrap it in a worker's traceback
             return dumps((None, stop, error))
         return dumps((parts, stop, None))
 
 
 class _Spans:
-    """Iterates (start, stop) of the steps from a position on, endlessly or up to `end`."""
+    """A sampler that iterates positions (start, stop) of steps from `position` on, up to `end` (None: endlessly)."""
 
     def __init__(self, steps: Steps, position: int, end: int | None) -> None:
         self.steps, self.position, self.end = steps, position, end
@@ -65,9 +65,11 @@ class _Spans:
 def read_in_workers(
     steps: Steps, position: int, end: int | None, *, workers: int, ahead: int
 ) -> Iterator[tuple[list[Share], int]]:
-    """Yields (parts, position after them) of each step from `position` up to `end`, read by `workers` processes.
+    """Yields (parts, position after them) of each step from `position` up to `end` (None: endlessly).
 
-    Raises a read's own error, or `RunError` where a worker fails. `ahead`: steps that each reads in advance.
+    workers   number of processes that read; `ahead`: steps that each of them reads in advance
+
+    Raises an error of shardwise from a read as it is, and `RunError` if a worker fails otherwise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -78,7 +80,7 @@ def read_in_workers(
         num_workers=workers,
         prefetch_factor=max(1, ahead),
         multiprocessing_context=context,
-        # none: with one, torch looks for dead workers only when it is over; who takes from `Prefetch` has a deadline
+        # no timeout here: torch would look for dead workers only when it is over. `Prefetch` has a deadline
         timeout=0,
         worker_init_fn=_ends_for_its_rank,
         generator=torch.Generator().manual_seed(0),  # the script's own generator is left alone
@@ -102,7 +104,10 @@ def read_in_workers(
 
 
 def _ends_for_its_rank(worker: int) -> None:
-    """Let SIGTERM end this process where its rank sent it, and not where all were sent it: those ranks save first."""
+    """Makes SIGTERM end this worker only if its own rank sent it.
+
+    A SIGTERM to the whole process group asks ranks to save first, for which they still need their workers.
+    """
     rank = multiprocessing.parent_process()
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS tells no sender
         return

@@ -1,7 +1,7 @@
-"""Build a `RankState` from a task, a plan and a seed: recipe, forward, optimizer. What looks at it is look/task_look.
+"""Build a `RankState` from a task, a plan and a seed. Afterwards look/task_look runs it on a few samples.
 
 build       the module without weights                                                        recipe.py
-blocks      recompute, then compile, each block
+blocks      wrap each block for recompute, then compile it
 shard       replicas, flat pieces (ZeRO-1, 2) or FSDP2 units (ZeRO-3); weights put in place
 optimizer   over whole parameters or pieces, as a trial of it allows                           optimizer.py
 """
@@ -39,14 +39,15 @@ def assemble(
 ) -> RankState:  # fmt: skip
     """Returns one rank of the plan with weights and optimizer in place, before any look at samples. Collective.
 
-    few       samples from which cuts are derived, the same on every rank; without them the task's are read
-    samples   how many those are, where not every tensor counts them
-    enclosed  paths of blocks that are no units of zero=3, and of parameters that it holds whole
+    seed      of the initial weights and the masks
+    few       batch of a few samples from which cuts are derived, the same on every rank; None: read from the task
+    samples   number of samples in `few`, if not all of its tensors have a batch dim; None: taken from its tensors
+    enclosed  paths of blocks that zero=3 does not make FSDP2 units, and of parameters that it does not shard
 
-    Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
+    Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that cannot update shards as the plan needs.
     """
     if any(part.tier == "disk" for part in placements(plan.offload)):
-        # before weights are made: malloc would fill the holes between them, and keep them
+        # before weights are made, since malloc would keep freed blocks between them for itself
         give_back_at_once()
     precision = Precision.of(plan)
     applied = apply_plan(task, plan, mesh, precision, seed, few, samples, enclosed)
@@ -78,7 +79,7 @@ def assemble(
 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
-    """Returns (this rank's forward, the same where it is a `StagedForward` of a pipeline, else None)."""
+    """Returns (what a step calls for the loss, the same object under a pipeline or None without one)."""
     forward = Forward(task, applied.module, precision, mesh.device, mesh.data, applied.positions)
     if applied.cut is None or applied.staged is None:
         return forward, None
@@ -101,7 +102,7 @@ def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
 
 
 def _leaves_node(plan: Plan) -> list[str]:
-    """Returns [a warning] where the launcher's hosts split a group of tp; else []."""
+    """Returns [a warning] if ranks of one tp group lie on several hosts of the launcher, else []."""
     local = local_size(os.environ) if plan.tp > 1 else None
     if not local or "tp" not in placement(plan, local)[1]:
         return []

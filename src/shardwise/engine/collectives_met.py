@@ -1,4 +1,4 @@
-"""Compare, before a run, the collectives that ranks met in rehearsals of their shares of positions (find_positions)."""
+"""Check before a run that ranks issue matching collectives, from each one's rehearsal of its share (find_positions)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from shardwise.host import put, read
 from shardwise.mesh import Mesh
 from shardwise.trace.deferred import seed_of
 
-# of each axis, a number for the collectives met, in order, over it and those further out; then one for their sizes
+# hashes of the collectives of a rehearsal: for each axis one of their order, then for each axis one of their sizes
 Met = tuple[int, ...]
 
 
 class Collectives(Ledger):
-    """A ledger that also keeps the order of the collectives, but for messages around a ring, which some ranks skip."""
+    """A ledger that also keeps the order of collectives, but not ring messages, since some ranks skip these."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, str, int]] = []
+        self.calls: list[tuple[str, str, int]] = []  # (op, axis name, bytes; 0 for an all-to-all)
 
     def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
-        """Note a collective, as any ledger does, and its place among the others."""
+        """Records a collective, by the arguments of `Ledger.record`, and appends it to `calls`."""
         super().record(tag, op, axis, full_bytes, *numbers, **more)
         if op != "point_to_point":  # blocks on their way around a ring visit those who read them
             self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
 
     def numbers(self, axes: Sequence[str]) -> Met:
-        """Returns hashes: for each axis, outermost first, of calls over it and those further out; then of sizes.
+        """Returns 2 * len(axes) hashes, which ranks compare.
 
-        What ranks gather or sum has one size on all ranks of an axis; what they exchange has not.
+        axes  names, outermost first
+
+        First, for each axis, the hash of the calls over it and the axes before it, in order; then, for each axis, the
+        hash of the bytes of its calls. Gathers and sums have the same size on all ranks of an axis; the sizes of an
+        all-to-all differ, so they count as 0.
         """
         order = [
             " ".join(f"{op}:{axis}" for op, axis, _ in self.calls if axis in axes[: d + 1]) for d in range(len(axes))
@@ -45,18 +49,19 @@ class Collectives(Ledger):
         self.calls.clear()
 
 
-MOST_SAID = 600  # characters of a refusal that one rank alone came to
+MOST_SAID = 600  # bytes of a rank's refusal that are sent to the others, in a row of fixed size
 
 
 def check_met(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: Met) -> None:
-    """Raises `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
+    """Raises `RefusedPlan` on all ranks if one refused its share, or if collectives do not match. Collective.
 
     place  this rank's index on each axis of `met`
-    met    its hashes of collectives (`Collectives.numbers`): `len(place)` of calls, then as many of sizes
+    error  this rank's refusal of its own share, None without one
+    met    this rank's hashes of collectives (`Collectives.numbers`), `len(place)` of calls, then as many of sizes
 
-    Ranks between the ends, which all have tried, may have other extents, or none. Ranks that share no group of an axis
-    may make other calls over it, as long as those over axes further out, which they share, stay in one order. Sizes are
-    compared within a group alone.
+    Shares differ in size, and some are empty, so each rank rehearses its own. Ranks in different groups of an axis may
+    make different calls over it, if their calls over axes further out come in the same order. Sizes must be equal
+    within one group only.
     """
     # One row of a fixed size: whether each refuses, its text, and its collectives.
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]
@@ -67,7 +72,8 @@ def check_met(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met
         if refused:
             reason = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
             raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {reason}")
-    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
+    # (index of the hash, places of the ranks that must agree on it) -> (first rank with these, its hash)
+    first: dict[tuple[float, ...], tuple[int, float]] = {}
     for rank, row in enumerate(rows):
         for at in range(2 * depth):
             # calls agree where axes further out are shared, sizes within one group of the axis alone

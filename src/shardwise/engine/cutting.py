@@ -1,7 +1,7 @@
-"""Cut the recorded forward into pipeline stages, in runs and rehearsals (`cut_forward`); tell how they came out.
+"""Cut the recorded forward into pipeline stages, in runs and rehearsals (`cut_forward`), with notices on the result.
 
-A parameter belongs to each stage whose part of the forward uses it. One that was not used in the look (an expert that
-got no token) belongs where the module that holds it ran.
+A parameter belongs to each stage whose part of the forward uses it. A parameter that the recorded forward did not use
+(an expert that got no token) belongs to the stages in which its module ran.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.flow import Flow
 from shardwise.trace.recorded import trace_forward
 
-TRIES = 24  # forwards that are followed to find all the calls of one that chance leaves some out of
+TRIES = 24  # forwards recorded, if random numbers leave out calls, to see all calls at least once
 UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 
 
@@ -44,10 +44,11 @@ def cut_module(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks,
     inseparable: Sequence[str] = (),
 ) -> StagePlacement:  # fmt: skip
-    """Returns the stages into which the task's forward is cut, from a few samples. Collective.
+    """Returns the stages into which the task's forward is cut, from a forward of a few samples. Collective.
 
+    blocks       the module's repeated blocks; stages begin between them if there are enough
     inseparable  paths of modules inside which no stage may begin, whatever the plan
-    Raises `RefusedPlan` for what cannot be cut, naming why.
+    Raises `RefusedPlan`, with the reason, if the forward cannot be cut.
     """
 
     def agreed() -> StagePlacement:
@@ -55,7 +56,8 @@ def cut_module(
         cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
         _agree(cut, mesh)
         cut.notices = _notices(cut, notice)
-        if cut.in_groups:  # asked of the look before it begins: of stages one may fail where others wait
+        # the look then takes whole micro-batches at once: if it failed on few samples in one stage, others would wait
+        if cut.in_groups:
             mesh.found[IN_WHOLE] = True
         return cut
 
@@ -66,11 +68,13 @@ def cut_forward(
     task: Task, plan: Plan, precision: Precision, sample: Any, built: Built, blocks: Blocks, rank: int,
     inseparable: Sequence[str] = (),
 ) -> tuple[StagePlacement, str]:  # fmt: skip
-    """Returns (the cut as pipeline rank `rank` has it, a notice where shapes alone did not do). Needs no process group.
+    """Returns (stages as pipeline rank `rank` has them, a notice or ""). Needs no process group.
 
     sample       a batch of a few samples
+    blocks       the module's repeated blocks
     inseparable  paths of modules inside which no stage may begin
-    Raises `RefusedPlan` as `cut_module` does, `InputError` for a forward that fails whole as well.
+    The notice says that the forward was recorded on real tensors, since fake tensors were not enough.
+    Raises `RefusedPlan` as `cut_module` does, `InputError` for a forward that fails in one process as well.
     """
     schedule = schedule_of(plan)
     available = samples_in(sample)
@@ -88,17 +92,18 @@ def cut_forward(
             raise
         few = [slice_samples(sample, 0, count) for count in counts]
         (flow, notice), (other, _) = (_traced(task, plan, precision, built, part, n) for n, part in enumerate(few))
-    # The calls differ from run to run, or may: layers that a draw drops. Many runs show all of them.
+    # Random numbers may leave out calls (dropped layers), so one run may not show all of them.
     if flow.order != other.order or flow.moved or flow.read_draws:
         tries = (map(partial(_traced, task, plan, precision, built, part), range(TRIES)) for part in few)
         flow, other = _fullest((flow for flow, _ in traced) for traced in tries)
-    if flow.order != other.order:  # modules called as often as there are samples, say: no stage begins among them
+    # some modules are called once for each sample, for example; no stage begins among their calls
+    if flow.order != other.order:
         # the fuller of the two is cut, so that all calls are known; `counts` follow
         flow, other, counts = (
             (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
         )
         flow.repeats = repeated(flow, other)
-    # What is run again, compiled or gathered as a whole lies in one stage.
+    # A block that is recomputed, compiled or gathered as one unit must lie in one stage.
     whole = plan.remat != "none" or plan.compile or plan.sharded.weights
     units = [*inseparable, *(blocks.paths if whole else ())]
     # only a forward that takes gradients itself has any that could go from stage to stage
@@ -120,13 +125,16 @@ def cut_forward(
 
 
 def _sizes(available: int) -> list[tuple[int, int]]:
-    """Returns pairs of numbers of samples to follow the forward on; the first pair on which it runs is taken."""
+    """Returns pairs of sample counts, at most `available`; the forward is recorded on the first pair on which it runs.
+
+    Two counts show which shapes depend on the number of samples.
+    """
     more = [(2**n, 2 ** (n + 1)) for n in range(1, 8)] + [(available // 2, available)]
     return [(min(2, available), min(3, available)), *(pair for pair in more if pair[0] and pair[1] <= available)]
 
 
 def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: tuple[int, int]) -> bool:
-    """Returns whether the forward can be traced with either number of samples."""
+    """Whether the forward can be recorded on the first `counts[0]`, and on the first `counts[1]`, samples."""
     built.module.train()
     try:
         for count in counts:
@@ -140,7 +148,10 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
 def _traced(
     task: Task, plan: Plan, precision: Precision, built: Built, sample: Any, seed: int
 ) -> tuple[Flow, str]:  # fmt: skip
-    """Returns (the recorded forward on the samples, a notice or ""); raises an error that blames task or plan."""
+    """Returns (the forward recorded on `sample`, the notice of `cut_forward`). `seed`: of its random numbers.
+
+    Raises `InputError` if the task fails without a plan too, else `RefusedPlan`.
+    """
     built.module.train()  # a step runs it so, with dropout and batch norm
     try:
         return trace_forward(built, output_alone(task, precision), sample, seed, precision.dtype_of)
@@ -152,11 +163,11 @@ def _traced(
 
 
 def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
-    """Returns a forward for each of two numbers of samples, each with all calls, though chance may leave some out.
+    """Returns one recorded forward for each of two sample counts, both with all calls that any run made.
 
-    flows  for each number of samples an iterator of recorded forwards, run one by one as they are taken from it
+    flows  for each sample count an iterator of recorded forwards of different seeds, which are run when taken from it
 
-    Where no two have all the calls, it returns the first ones, whose calls differ.
+    If no run has all calls, or the two counts differ in them, returns a forward of each count whose calls differ.
     """
     (first, *more), others = flows
     tries, second = [first, *more], list[Flow]()
@@ -176,7 +187,7 @@ def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
 
 
 def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
-    """Whether calls are made in the order of others, of which some may be left out."""
+    """Whether `some` is a subsequence of `calls`, both lists of (module path, number of the call)."""
     left = iter(calls)  # `in` takes from it up to the call: a later one must come behind it
     return all(call in left for call in some)
 
@@ -184,7 +195,12 @@ def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
 def _places(
     flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str], apart: str
 ) -> list[CutPoint]:  # fmt: skip
-    """Returns the points at which stages begin: between blocks if there are enough, else within, but in no unit."""
+    """Returns the `count - 1` points at which stages begin, without the first stage's.
+
+    units  paths of modules inside which no stage may begin
+    apart  reason why no gradient taken by the forward may cross stages, "" if it may (`_apart`)
+    Points lie between blocks if there are enough of these, else also inside blocks that are no `units`.
+    """
     if plan.stages:
         return choose(flow, module, count, plan.stages, units, apart)
     try:
@@ -194,7 +210,10 @@ def _places(
 
 
 def _apart(plan: Plan, schedule: Schedule) -> str:
-    """Returns why no gradient that the forward takes itself may go from stage to stage, as a sentence; "" if it may."""
+    """Returns why a gradient that the forward takes (`torch.autograd.grad`) may not cross stages; "" if it may.
+
+    The text is appended to a refusal, so it begins with a full stop.
+    """
     what = (
         ". Over other places goes a gradient that the forward takes itself (torch.autograd.grad) of what other "
         "pipeline stages compute, which"
@@ -209,7 +228,7 @@ def _apart(plan: Plan, schedule: Schedule) -> str:
 def _holders(
     flow: Flow, module: nn.Module, stages: list[Stage], schedule: Schedule
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """Returns (name -> ranks that hold the parameter, name -> rank whose copy of the buffer counts)."""
+    """Returns (parameter name -> pipeline ranks that hold it, buffer name -> pipeline rank with its right values)."""
 
     def ranks(indices: list[int]) -> tuple[int, ...]:
         return tuple(sorted({schedule.owner[index] for index in indices}))
@@ -218,14 +237,14 @@ def _holders(
     where = _Where(flow, stages)
     for name, param in module.named_parameters():
         used = [stage.index for stage in stages if id(param) in stage.parameters]
-        # unused on the look's samples (an expert without a token): it may be used on others, where its module ran
+        # a parameter unused here (an expert without a token) may be used on other samples, so its module's stage has it
         holders[name] = ranks(used or where.of(module, param))
     _check_union(module, holders, stages)
     buffers = {}
     kept = kept_on(flow, [stage.entry for stage in stages if stage.entry is not None])
     for name, buffer in module.named_buffers():
         used = [stage.index for stage in stages if id(buffer) in stage.buffers]
-        # The last stage that uses it: a buffer may be written in each, and one process has what the last one left.
+        # Of stages that use it, the last one, since each may write it and one process ends with the last write.
         right = kept.get(id(buffer)) or used or where.of(module, buffer)
         buffers[name] = schedule.owner[max(set(right) & set(used) or right)]
     return holders, buffers
@@ -237,16 +256,17 @@ class _Where:
     def __init__(self, flow: Flow, stages: list[Stage]):
         self.stages = stages
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        # The first value that is read in Python: behind it, in any stage, another branch may run on other samples.
+        # After the first value read in Python other samples may take another branch, in any later stage.
         first = min((*(op.time for op in flow.ops if op.reads_value), *flow.backwards), default=math.inf)
         self.decided = [stage.index for stage in stages if first < stage.stop]
         for call in flow.calls():
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 
     def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
-        """Returns the indices of the stages that use a tensor; [0] for the outermost module's, or where none runs.
+        """Returns indices of the stages in which the module that has `tensor` as its own parameter or buffer runs.
 
-        One that never ran may run where the forward decides by values on other samples.
+        If it did not run: the stages after the first value read in Python, which may take another branch on other
+        samples; [0] without such a read, or if no module has the tensor.
         """
         for path, child in module.named_modules():
             if any(tensor is own for own in (*child._parameters.values(), *child._buffers.values())):
@@ -259,7 +279,7 @@ class _Where:
 
 
 def _check_union(module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage]) -> None:
-    """Raise `RefusedPlan` for a parameter that no stage holds, and for a stage that has none to train."""
+    """Raise `RefusedPlan` if no stage holds some parameter, or if a stage has no parameter to train."""
     # such a parameter would be trained by nobody
     lost = [name for name, _ in module.named_parameters() if not holders.get(name)]
     if lost:
@@ -276,7 +296,7 @@ def _check_union(module: nn.Module, holders: dict[str, tuple[int, ...]], stages:
 
 
 def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
-    """Whether a stage uses, or branches by, random numbers drawn before it that the stage before does not send."""
+    """Whether a later stage uses, or branches by, random numbers that the forward draws before the stage begins."""
     starts = [stage.start for stage in stages[1:]]
     uses = [(made, last) for drawn, made, last in zip(flow.drawn, flow.made, flow.last_use, strict=True) if drawn]
     uses += [(time, flow.around(time).exit) for time in flow.read_draws]
@@ -284,7 +304,7 @@ def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
 
 
 def _agree(cut: StagePlacement, mesh: Mesh) -> None:
-    """Raise `RefusedPlan` where another rank cuts the forward at other places. Collective."""
+    """Raise `RefusedPlan` on all ranks if they did not cut the forward at the same places. Collective."""
     text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.label}" for stage in cut.stages)
     mine = put([float(seed_of(text) % 2**50)], mesh.device)
     table = gather_rows(mine, mesh.world)
@@ -298,7 +318,10 @@ def _agree(cut: StagePlacement, mesh: Mesh) -> None:
 
 
 def _notices(cut: StagePlacement, notice: str) -> list[str]:
-    """Returns notices on the cut: where stages begin, their shares of the work, and how long ranks wait."""
+    """Returns lines for the user on where stages begin, their shares of the work, and the pipeline bubble.
+
+    notice  of `cut_forward`, appended unless it is ""
+    """
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]

@@ -1,6 +1,8 @@
 """A moving average of the weights, in pieces. Used by training/loop; saved by checkpoint/holdings; proof: plain_run.
 
-    e <- decay e + (1 - decay) w        after each step, on every element once: no communication, 1/N of the bytes
+    e <- decay e + (1 - decay) w        after each step
+
+A rank averages the master weights that it holds: nothing is sent, and under zero a rank holds 1/N of the average.
 
 `applied()` puts the average into the module for a while (an evaluation, an export) and the weights back afterwards.
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992); as used by Tarvainen and
@@ -38,13 +40,13 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew at the weights as they are."""
+        """Sets the average to the current weights."""
         for average, master in zip(self._averages, self._masters, strict=True):
             average.copy_(master)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Averages the current weights in; to be called after each step."""
+        """Updates the average with the current weights, e <- decay e + (1 - decay) w; called after each step."""
         averages, masters = by_device(self._averages), by_device(master.detach() for master in self._masters)
         for of_device, weights in zip(averages, masters, strict=True):
             torch._foreach_lerp_(of_device, weights, 1 - self.decay)
@@ -65,7 +67,7 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange masters and averages, in place, and publish what the module computes with."""
+        """Exchanges masters and averages, in place, and brings the module's weights up to the masters. Collective."""
         for master, average in zip(self._masters, self._averages, strict=True):
             kept = master.detach().clone()
             master.copy_(average)

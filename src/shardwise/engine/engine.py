@@ -1,6 +1,6 @@
-"""`parallelize` and its `Engine`. An option: step/state, config/schema, training/rank_parts, proof/settings.
+"""`parallelize` and its `Engine`. A new option: step/state, config/schema, training/rank_parts, proof/settings too.
 
-The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
+`assemble` and `recipe` have the order in which a plan is applied, `step/train_step` what a step does.
 """
 
 from __future__ import annotations
@@ -60,18 +60,20 @@ def parallelize(
     device: str | torch.device | None = None,
     check_loss: bool = True,
 ) -> Engine:
-    """Spread a task over the ranks of the running process group, as the plan says. Collective.
+    """Returns this rank's `Engine` for a task under a plan, over the ranks of the process group. Collective.
 
+    task          model, data, loss and optimizer
+    plan          degrees of the axes, such as "dp_shard=4,tp=2", or "single"
     seed          initial weights and masks; they depend on it alone, not on the plan
-    randomness    "global": random numbers equal to one process's, followed where a look at a few samples finds some;
-                  "fast": torch's generators, distinct by data rank
+    randomness    "global": random numbers equal to one process's, with a cost only if the model is seen to use some;
+                  "fast": torch's generators, seeded differently on each data rank
     clip_norm     largest global norm of the gradient
     schedule      optimizer step (from 0) -> factor on each group's learning rate
-    on_nonfinite  a non-finite loss or gradient raises `RunError`, or skips the update and counts it
+    on_nonfinite  if loss or gradients are not finite: "raise" `RunError`, or "skip" the update and count it
     device        of this rank; None: the accelerator of its local rank, else the CPU
-    check_loss    look at a few samples before the first step
+    check_loss    whether to check on a few samples, before the first step, that the loss adds up over samples
 
-    Raises `InputError` for a wrong task or world size, `RefusedPlan` for what would not equal one process.
+    Raises `InputError` for a wrong task or world size, `RefusedPlan` if the result would differ from one process's.
     """
     if not isinstance(task, Task):
         raise InputError(
@@ -89,7 +91,7 @@ def parallelize(
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
     device = own_device(device)
-    lie_on_host(plan, device)  # raises where that gains nothing, before anything is built
+    lie_on_host(plan, device)  # raises, before anything is built, if weights on the host would save no memory
     mesh = build_mesh(plan, device)
     return on_mesh(
         task, plan, mesh, seed=seed, randomness=randomness, clip_norm=clip_norm, schedule=schedule,
@@ -98,9 +100,10 @@ def parallelize(
 
 
 def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
-    """Whether a look failed on a few samples for want of more: one process runs on whole micro-batches alone.
+    """Whether the check failed because one process, too, runs on a whole micro-batch but not on a few samples.
 
-    Every rank asks itself alike. Not of pipeline stages, of which one may fail where others do not.
+    error  what the check raised
+    All ranks get the same answer. False under a pipeline, since one stage may fail where others do not.
     """
     if plan.pp > 1 or task.batch is None or f"on {SAMPLES} samples" not in str(error):
         return False
@@ -111,10 +114,13 @@ def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
 def _looked(
     make: Callable[..., RankState], task: Task, tasks: list[Task], plan: Plan, mesh: Mesh, *, masks: bool
 ) -> tuple[RankState, Findings] | None:
-    """Returns the rank's state and what the look found; None where it is to be made again, otherwise than now.
+    """Returns (the rank's state, findings of the look at a few samples); None if the caller must try once more.
 
-    tasks  has the one that is made last; another is added where operations must meet in one dtype
-    Either change is made once, and only where torch refused: a module that runs as it is stays as it is.
+    make   builds the state from `tasks[-1]`
+    tasks  `task`, and from a retry on its variant that casts operands to one dtype, which is appended here
+    masks  whether random numbers will be dealt by global index, so that the look tries that too
+    Before it returns None it either appends that variant, if torch refused mixed dtypes, or notes in `mesh.found` that
+    whole micro-batches are needed. Each is done once at most; any other error is raised.
     """
     try:
         return make_and_look(make, masks=masks)
@@ -132,13 +138,13 @@ def on_mesh(
     task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
     schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
 ) -> Engine:  # fmt: skip
-    """Returns an engine on a mesh, by the parameters of `parallelize`, and raises as it does. Collective.
+    """Returns an engine on an existing mesh, with the parameters and errors of `parallelize`. Collective.
 
-    The second engine on a mesh, of the same task under the same plan in another precision, takes what was tried for
-    the first: cuts, stages, positions, the optimizer's nature. In float32, in which tasks are written, it takes the
-    findings of the look too; in 16 bits a task may fail where it did not.
+    A second engine on the mesh, of the same task and plan in another precision, reuses the results of the first one's
+    trials (`mesh.found`): cuts, stages, positions, the optimizer's nature. In float32 it reuses the findings of the
+    look at a few samples too; in 16 bits it looks again, since the task may fail there.
     """
-    tasks = [task]  # and the one in which operations meet in one dtype, once that is needed
+    tasks = [task]  # `_looked` may append a variant whose operands are cast to one dtype
 
     def make(enclosed: Collection[str] = ()) -> RankState:
         state = assemble(tasks[-1], plan, mesh, seed, enclosed=enclosed)
@@ -162,10 +168,10 @@ def on_mesh(
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
-    # A reentrant checkpoint brings a gradient in parts: else a reduction would start with the first of them.
+    # A reentrant checkpoint adds to a gradient several times; a reduction must not start after the first.
     if findings.reentrant:
         state.technique.expect_pieces()
-    # After the look, in which each run has samples of its own.
+    # Only after the look, whose runs are on different samples on each rank and must not be joined.
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if state.data_ranks > 1:
@@ -184,9 +190,9 @@ def on_mesh(
 
 
 class Engine:
-    """One rank's share of a training run. Made by `parallelize`.
+    """One rank of a training run, made by `parallelize`.
 
-    state   everything that a step reads and changes, for whoever needs more than what stands here
+    state   the `RankState` that a step reads and changes, with more than the methods here give
     """
 
     def __init__(self, state: RankState):
@@ -194,19 +200,20 @@ class Engine:
         self._begun = False  # a step was taken
 
     def step(self, batch: Any) -> StepResult:
-        """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`).
+        """Takes one optimizer step and returns its `StepResult`. Collective.
 
-        Collective. Raises `InputError` where, in the first step, ranks are given other global batches, and as
-        `train_step` does.
+        batch  the GLOBAL batch (a pytree, the same on every rank), or this rank's parts of one (`list[Share]`)
+
+        Raises `InputError` if ranks are given different global batches in the first step, and as `train_step` does.
         """
-        # what follows looks at the first step alone
+        # the checks below are done in the first step only
         if self._begun:
             return steps.train_step(self.state, steps.dealt(self.state, batch))
         parts = steps.dealt(self.state, batch)
         # a global batch must be alike on all ranks; parts (`list[Share]`) are a rank's own
         if parts is not batch:
             positions = self.state.forward.positions
-            # where ranks may read tiles, those that share samples have others of one field
+            # if each rank may read its own tile of a field, only ranks of one tile can be compared
             alike = self.mesh.data if positions is not None and positions.shapes else self.mesh.world
             refuse_unlike(batch, alike, self.device)
         result, self._begun = steps.train_step(self.state, parts), True
@@ -214,9 +221,10 @@ class Engine:
         return result
 
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
-        """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective.
+        """Returns (sum, weight) of the loss over all samples of `batches`, in eval mode. Collective.
 
-        Extra terms of the loss are left out.
+        batches  global pytrees, or `list[Share]`; as many on every rank
+        The mean loss is sum / weight. Extra terms of the loss are left out.
         """
         with evaluation_weights(self.state):
             return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
@@ -225,9 +233,9 @@ class Engine:
         """Yields the model's output for each batch, in eval mode and sample order: on rank 0's CPU, elsewhere None.
 
         batches  global pytrees, or `list[Share]`; as many on every rank
-        select   the output -> the tensors that are wanted, samples first; runs before anything is sent
+        select   function of the model's output that picks the tensors to return, whose first dim is samples; None: all
 
-        Collective: every rank goes through the whole iterator. Raises `InputError` for what is not made of samples.
+        Collective: every rank must exhaust the iterator. Raises `InputError` for an output without a dim of samples.
         """
         outputs = predict(self.state, (steps.dealt(self.state, batch) for batch in batches), select)
         return during(evaluation_weights(self.state), outputs) if has_mode(self.state.optimizer) else outputs
@@ -239,40 +247,41 @@ class Engine:
     # --- whole tensors
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, whole tensor) of every parameter, its master where it has one, then frozen ones. Collective."""
+        """Yields (name, unsharded master weight) of trained parameters, then frozen weights alike. Collective."""
         return whole.full_parameters(self.state)
 
     def full_parameter(self, name: str) -> torch.Tensor:
-        """Returns one whole parameter, its master where it has one. Collective; not under a pipeline."""
+        """Returns one parameter unsharded, a trained one as its master weight. Collective; not under a pipeline."""
         return whole.full_parameter(self.state, name)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yields (name, gradient of the whole parameter, None where unused) of the step just done. Collective.
+        """Yields (name, unsharded gradient, or None if unused) of each trained parameter in the last step. Collective.
 
-        It is what the optimizer saw: of all ranks' samples, divided by the global weight, clipped.
+        It is the gradient that the optimizer saw: summed over all samples, divided by the global weight, clipped.
         """
         return whole.full_gradients(self.state)
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
+        """Yields (name, tensor) of every buffer, from the pipeline stage that uses it. Collective under a pipeline."""
         return whole.full_buffers(self.state)
 
     def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """Yields (name, whole state) of every trained parameter, {} where there is none. Collective.
+        """Yields (name, unsharded optimizer state or {}) of every trained parameter. Collective.
 
-        Tensors may be the optimizer's own: copy what is to outlive the next step.
+        Tensors may be the optimizer's own, so copy those that must outlive the next step.
         """
         return full_optimizer_state(self.state)
 
     def used_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, whole tensor) of this rank's stages' parameters, as modules compute with them. Collective.
+        """Yields (name, unsharded weight) of the parameters of this rank's stages. Collective.
 
-        Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
+        These are the weights that modules compute with; `full_parameters` gives the masters, which are other tensors
+        under zero=1 and 2 and in mixed precision.
         """
         return whole.used_parameters(self.state)
 
     def used_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) of each buffer that this rank's stages use, as they have it."""
+        """Yields (name, tensor) of each buffer of which this rank has one process's values; nothing is sent."""
         return whole.used_buffers(self.state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -280,33 +289,37 @@ class Engine:
         return weights_out.state_dict(self.state)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write whole weights and buffers as one safetensors file, by rank 0, or `RunError` everywhere. Collective."""
+        """Writes whole weights and buffers as one safetensors file, by rank 0. Collective.
+
+        Raises `RunError` on every rank if rank 0 cannot write it.
+        """
         weights_out.save_weights(self.state, path)
 
-    # --- looking on
+    # --- bytes, collectives, time
 
     def memory(self) -> dict[str, int | None]:
-        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer" and others.
+        """Returns {kind of memory: bytes that this rank holds}.
 
-        "peak" is the device's most so far; None where it does not count them.
+        Kinds are "parameters" (with masters), "gradients", "optimizer", "peak" (the most on the device so far; None if
+        the device does not count), and under an offload "host" and "disk".
         """
         return weights_out.memory(self.state)
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:
-        """Context: yields a ledger of every collective issued inside, by tag, op and mesh axis."""
+        """Context: yields a `Ledger` of every collective issued inside, by tag, op and mesh axis."""
         ledger = Ledger()
         with Observer(ledger, self.mesh.group_axes):
             yield ledger
 
     def around(self, part: Part, make: MakeContext) -> AbstractContextManager[None]:
-        """Context: `make()` is entered around each such part of a step ("micro_batch", "reduce", "update")."""
+        """Context in which each `part` of a step ("micro_batch", "reduce" or "update") runs inside `make()`."""
         return self.state.hooks.around(part, make)
 
     def close(self) -> None:
-        """Wait for all ranks and end the plan's process groups; the world's stays with whoever made it.
+        """Waits for all ranks, then destroys the plan's process groups, but not the default one. Collective.
 
-        The engine has taken its last step then.
+        No step can follow.
         """
         if dist.is_initialized():
             barrier(self.mesh.world)
@@ -334,7 +347,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """Returns the model as this rank has it; with shares of its weights where the plan cuts them."""
+        """Returns this rank's module, whose parameters are its shards where the plan shards weights."""
         return self.state.module
 
     @property
@@ -344,7 +357,7 @@ class Engine:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Returns the optimizer over this rank's pieces."""
+        """Returns the optimizer, whose parameters are this rank's pieces of the masters."""
         return self.state.optimizer
 
     @property
@@ -374,10 +387,10 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Returns the number, from 0, of the part of each micro-batch that this rank takes."""
+        """Returns the index, from 0, of the part of each micro-batch that this rank computes."""
         return self.state.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Returns how many parts each micro-batch is dealt into."""
+        """Returns the number of parts into which each micro-batch is split over ranks."""
         return self.state.data_ranks

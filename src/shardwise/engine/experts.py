@@ -1,4 +1,4 @@
-"""Find modules of experts by one forward; make `ExpertParallel` from the plan (rehearsed: rank_row; sent: exchange)."""
+"""Find modules of experts by one forward; make `ExpertParallel` from the plan (parallel/expert has the exchange)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from shardwise.trace.deferred import Built
 def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
-    """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective.
+    """Returns the module's experts, dealt over the plan's ep axis. Collective.
 
+    batch  a few samples, for the forward by which rank 0 finds the experts; it sends the result to all
     Raises as `look_for_experts` does.
     """
     stacks = mesh.once("dealt experts", lambda: _from_rank_0(
@@ -36,14 +37,17 @@ def spread_experts(
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """Returns the stacks of `row_wise_experts`, found by rank 0 for all. Collective."""
+    """Returns the stacks of `row_wise_experts`, which rank 0 finds and sends to all. Collective."""
     return mesh.once("experts by rows", lambda: _from_rank_0(
         lambda: row_wise_experts(task, precision, built, batch), mesh
     ))  # fmt: skip
 
 
 def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """Returns the modules of experts that may be given a rank's own rows alone, where positions are cut."""
+    """Returns the modules of experts whose result for a token does not depend on other tokens.
+
+    If positions are cut, such a module can be called with this rank's tokens only. `batch`: a few samples.
+    """
     return find_row_wise(built, batch, run_alone(task, precision), precision.dtype_of)
 
 
@@ -62,15 +66,15 @@ def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
 
 
 def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """Returns the modules of experts that can be dealt over `plan.ep` ranks.
+    """Returns the modules of experts that can be dealt over `plan.ep` ranks. `batch`: a few samples.
 
-    Raises `RefusedPlan` where there are none, or where they cannot be spread, with the reason.
+    Raises `RefusedPlan`, with the reason, if there are none or they cannot be dealt.
     """
     return find_experts(built, batch, run_alone(task, precision), plan.ep, precision.dtype_of)
 
 
 def rows_alone(stacks: list[Stack]) -> list[Stack]:
-    """Returns the stacks, each of which may be given a rank's own rows where positions are cut; else `RefusedPlan`."""
+    """Returns `stacks` if each may be called with a rank's own tokens only (positions are cut); else `RefusedPlan`."""
     together = next((stack.path for stack in stacks if stack.call is None), None)
     if together is not None:
         raise RefusedPlan(
@@ -81,7 +85,10 @@ def rows_alone(stacks: list[Stack]) -> list[Stack]:
 
 
 def refuse_draws(experts: ExpertParallel | None) -> None:
-    """Raises `RefusedPlan` for experts that draw, where draws are to be one process's: rows travel to them."""
+    """Raises `RefusedPlan` if experts use random numbers (dropout); called only under randomness="global".
+
+    A token that arrives from another rank has lost its global index, on which its random numbers would depend.
+    """
     path = next((stack.path for stack in experts.stacks if stack.draws), None) if experts is not None else None
     if path is not None:
         raise RefusedPlan(
@@ -91,7 +98,7 @@ def refuse_draws(experts: ExpertParallel | None) -> None:
 
 
 def beside_cuts(experts: ExpertParallel, module: nn.Module, tensor: TensorParallel | None) -> ExpertParallel:
-    """Returns the experts, told how many rows a weight of theirs has where tp has cut it too."""
+    """Returns `experts` with `rows` set: the size of dim 0 of each of their weights on this rank, after tp's cuts."""
     cuts = {} if tensor is None else {name: cut for name, cut in tensor.cuts.items() if cut.dim == 0}
     rows = {name: param.shape[0] for name, param in module.named_parameters() if name in experts.dealt}
     here = 0 if tensor is None else tensor.axis.index
@@ -99,5 +106,5 @@ def beside_cuts(experts: ExpertParallel, module: nn.Module, tensor: TensorParall
 
 
 def names_of(stacks: list[Stack]) -> frozenset[str]:
-    """Returns the names of the stacked weights, of shape (experts, ...), of these modules."""
+    """Returns the names of the stacked weights, of shape (experts, ...), without those of experts kept in a list."""
     return frozenset(name for stack in stacks for name in stack.names if not stack.members)

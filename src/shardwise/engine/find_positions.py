@@ -1,7 +1,8 @@
-"""Find by trying which dims cp, cp_ulysses, domain cut, and how cp deals them (zigzag); refuse; notices of gathers.
+"""Find by trials which dims of a batch cp, cp_ulysses and domain shard, and whether cp deals blocks in zigzag.
 
-What may be cut is proposed by the axes' own room; it is cut if a rehearsal of forward and backward on shares of it,
-without values and without sending, comes to its end. Of a sequence the module must also run on half.
+`parallel/sequence` and `parallel/domain` propose dims (`Candidate`). The first one is taken with which a rehearsal of
+forward and backward on shards, on fake tensors and without sending, ends without error. If a sequence is sharded, the
+module must also run on half of it, which excludes dims whose size the weights fix.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.known_values import as_real
 from shardwise.trace.without_gradient import HooksLeftOut
 
-POSITIONS = "positions"  # of what is tried once for a mesh
+POSITIONS = "positions"  # key in `Mesh.found` of the dict of `_search` on which all ranks agreed
 
 
 def find_positions(
@@ -49,14 +50,17 @@ def find_positions(
     derived: Derived | None = None, row_wise: Sequence[Stack] = (), samples: int | None = None,
     mesh: Mesh | None = None,
 ) -> Positions:  # fmt: skip
-    """Returns the positions of the task's batches, cut over the plan's inner axes. Collective, given a mesh.
+    """Returns which dims of the task's batches are sharded over the plan's inner axes. Collective if `mesh` is given.
 
+    inner     axes that shard positions (cp, cp_ulysses, domain), outermost first
     batch     a few samples, the same on every rank
-    samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
-    derived   the cuts of tp, with which positions are tried; None: no weight is cut
-    row_wise  modules of experts that are given a rank's own rows
-    mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree, once
-    Raises `RefusedPlan` where no dim can be cut, with what stopped each.
+    derived   tp's cuts of weights, which are in place in the trials; None: no weight is cut
+    row_wise  modules of experts that are called with a rank's own tokens only
+    samples   number of samples in `batch`, if not all of its tensors have a batch dim (arguments of a script's model)
+    mesh      None: search in this process only, as in a rehearsal. Else rank 0 searches for all, each rank tries the
+              result on its own shard, and the result is kept in `mesh.found`
+
+    Raises `RefusedPlan` if no dim can be sharded, with the reason for each.
     """
     samples = samples_in(batch) if samples is None else samples
     if plan.tiles > 1:
@@ -66,15 +70,15 @@ def find_positions(
     def search() -> dict[str, Any]:
         return _search(task, plan, inner, precision, built, batch, samples, trial)
 
-    # what the first engine on this mesh found, and all ranks agreed on, is taken as it is
+    # an earlier engine on this mesh has found it, and all ranks have agreed on it
     tried = None if mesh is None else mesh.found.get(POSITIONS)
     chosen = tried or (search() if mesh is None else of_first(search, mesh.world, mesh.device))
-    # Candidates come in one order on every rank: the place says which, since classes do not travel as JSON.
+    # Rank 0 sends the candidate's index, since a `Candidate` is no JSON; every rank makes them in the same order.
     candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), chosen["candidate"], None))
     positions = replace(candidate.positions, **{key: chosen[key] for key in ("zigzag", "tables", "stopped")})
     if mesh is not None and not tried:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
-        # rank 0 has tried the ends for all; a share between them may have other extents
+        # rank 0 has tried the first and the last shard for all; those between may have other sizes
         met = (None, chosen["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
         check_met(mesh, place, *met)
         mesh.found[POSITIONS] = chosen
@@ -87,31 +91,33 @@ def find_positions(
 
 
 def _along(cuts: Sequence[Sequence[Any]]) -> Along:
+    """Returns the (axis name, dim) pairs of a leaf as tuples; JSON had made lists of them."""
     return tuple((name, dim) for name, dim in cuts)
 
 
 def _ends(positions: Positions) -> list[tuple[int, ...]]:
-    """Returns the indices on each axis of the first rank and of the last."""
+    """Returns [index on each axis of the first rank, index on each axis of the last rank]."""
     return [tuple(0 for _ in positions.axes), tuple(axis.size - 1 for axis in positions.axes)]
 
 
 @dataclass
 class _Noted:
-    """Notes of the rehearsals of one candidate, filled by `_rehearse`.
+    """What the rehearsals of one candidate have shown, filled by `_rehearse`.
 
-    results    how each leaf of a submodule's result is cut, by (path, number of the call)
-    attention  calls of attention
-    gathers    what is made whole on every rank for an operation on tiles
+    results    (path of a submodule, index of its call) -> the (axis, dim) cuts of each leaf of its result
+    attention  calls of attention on sharded positions, of the last rehearsal
+    gathers    fields that each rank gathers whole for an operation on tiles, of the last rehearsal
+    past       whether the module's code reads parameters otherwise than as attributes (part/parameters)
     """
 
     results: dict[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     attention: list[sequence.AttentionCall] = field(default_factory=list)
     gathers: list[domain.Gather] = field(default_factory=list)
-    past: bool = False  # parameters are read past their attributes
+    past: bool = False
 
 
 ON_HALF = "the module does not run on half"
-# (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
+# (positions, index of the rehearsed rank on each axis, where to note) -> (refusal or None, hashes of collectives)
 _Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, Met]]
 
 
@@ -119,18 +125,20 @@ def _search(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns, as a JSON dict, the first candidate with which a rehearsal on shares succeeds; else `RefusedPlan`.
+    """Returns a JSON dict on the first candidate whose rehearsals on shards succeed; else raises `RefusedPlan`.
 
-    candidate  its place among `_candidates`
-    zigzag   whether it succeeds with shares dealt in zigzag, where attention is causal
-    tables   whether ranges inside the module are dealt alike
-    met      the collectives of the first rank and of the last
-    routes   of attention, and what is gathered whole, for people
-    stopped  why what was proposed before, on which the module runs, cannot be cut
-    mask     the largest that attention is given for all pairs: shape, bytes
-    past     parameters are read past their attributes
-    results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
-    Candidates under which every operation has a rule come before those that gather a sequence for some operations.
+    candidate  its index among `_candidates`
+    zigzag     whether cp deals blocks in zigzag: attention is causal, and rehearsals succeed so
+    tables     whether ranges that the module makes of positions are sharded like them
+    met        hashes of the collectives of the first rank, and of the last
+    routes     lines for the user on the routes of attention, and on what is gathered whole
+    stopped    why the first candidate that was rejected, and on which the module runs, cannot be sharded; "" if none
+    mask       (shape, bytes) of the largest attention mask over all pairs of positions; ((), 0) without one
+    past       whether parameters are read otherwise than as attributes
+    results    (path of a submodule, index of its call, cuts of each leaf of its result), if some leaf is cut
+
+    `trial`: see `_Trial`. A first pass allows only candidates under which every operation has a rule; a second one,
+    for sequences alone, lets an operation without a rule gather the sequence.
     """
     stopped: dict[str, str] = {}
     # Tiles are never gathered for an operation without a rule: a field may not fit one rank.
@@ -146,18 +154,19 @@ def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
-    """Returns (the dict of `_search`, None where no candidate passes; why others failed -> what to write instead)."""
+    """Returns (the dict of `_search`, None if no candidate passes; {reason of a rejection: remedy or ""})."""
     stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
-        # A dim that weights fix (features) fails on half of it, and is no sequence.
-        # (`half` is None of dims that the task itself names, which are taken at their word.)
+        # A dim whose size the weights fix (features) is no sequence: the module fails on half of it.
+        # (`half` is None for dims that the task names, which are not tested.)
         half = candidate.shorter
         stage = TrialModule(built, half, run_alone(task, precision), precision.dtype_of)
         if half is not None and (failed := _failure(stage)) is not None:
             why, by_name = f"of {candidate.said}, {ON_HALF}{_asserted(failed)}", _by_name(candidate.positions)
             stopped[why] = by_name
-            if _of_integers(candidate.positions, batch):  # likely meant: told though another dim is cut
+            # likely the tokens' sequence, so the user is told even if another dim can be sharded
+            if _of_integers(candidate.positions, batch):
                 cannot = cannot or f"{why} ({by_name})"
             continue
         noted = _Noted()
@@ -168,7 +177,7 @@ def _first_through(
             stopped[said] = ""
             continue
         zigzag = False
-        # Dealt in order, a ring's last rank would attend to all blocks and its first to one.
+        # Under causal attention, with blocks dealt in order, a ring's last rank would do p times the first one's work.
         if any(call.causal and not call.heads and call.axis.name == "cp" for call in noted.attention):
             error, met_so = _at_both_ends(replace(positions, zigzag=True), trial, noted)
             zigzag, met = error is None, met if error is not None else met_so
@@ -184,7 +193,7 @@ def _first_through(
 
 
 def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
-    """Returns where an operation has no rule, as text: module, line, and what to write there; "" for other refusals."""
+    """Returns text to append to an `Uncut`: module and line of the operation, and a remedy; "" for other refusals."""
     if not isinstance(error, Uncut):
         return ""
     inside, line = nn.Module(), where(error).partition(f": {type(error).__name__}")[0]
@@ -198,22 +207,22 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
 
 
 def _by_name(positions: Positions) -> str:
-    """Returns the `Task(sequence=...)` to write for dims of positions, of a module that runs on one length alone."""
+    """Returns advice: the `Task(sequence=...)` that declares these dims, for a module that runs on one length only."""
     pairs = zip(positions.names, positions.cuts, strict=True)
     dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
     return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"
 
 
 def _of_integers(positions: Positions, batch: Any) -> bool:
-    """Whether a tensor to be cut holds integers, as tokens do: a dim of a picture is seldom a sequence."""
+    """Whether a tensor that would be sharded holds integers, as tokens do; a float tensor may be an image."""
     pairs = zip(tree_flatten(batch)[0], positions.cuts, strict=True)
     return any(cuts and not leaf.is_floating_point() for leaf, cuts in pairs)
 
 
 def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[Met]]:
-    """Returns (the refusal of a trial as the first rank or the last, None without; the collectives of both).
+    """Returns (the first refusal or None, [hashes of collectives of the first rank, of the last]; [] if refused).
 
-    Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
+    Both ends are tried since shards may be uneven, and a slice that drops an end of the sequence changes one shard.
     """
     met = []
     for place in _ends(positions):
@@ -227,11 +236,12 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
 ) -> tuple[Positions, RefusedPlan | None, list[Met]]:  # fmt: skip
-    """Returns (the positions, the refusal of a trial forward or None, the collectives of the first and the last rank).
+    """Returns (positions, refusal or None, [hashes of collectives of the first rank, of the last]).
 
-    Tables inside the module (of a sequence's positions) are cut too, unless the trial refuses that.
+    The returned positions have `tables` set, so that ranges of positions inside the module are sharded too, if
+    rehearsals succeed with that.
     """
-    # With tables cut first: then they grow with a rank's share alone.
+    # First with sharded tables, which take less memory.
     if positions.what == "sequence" and positions.inside is None:
         cut = replace(positions, tables=True)
         error, met = _at_both_ends(cut, trial, noted)
@@ -243,7 +253,7 @@ def _tried(
 def _nothing(
     task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, samples: int, stopped: dict[str, str]
 ) -> RefusedPlan:  # fmt: skip
-    """Returns the refusal where no candidate can be cut; `stopped`: why not, for each, and what to write instead."""
+    """Returns the refusal for a batch without a dim to shard. `stopped`: {reason for each candidate: remedy or ""}."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing, reasons = "no tensor has a dim behind the samples", list(stopped)
     if plan.tiles > 1:
@@ -266,7 +276,7 @@ def _nothing(
 def _candidates(
     task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any, samples: int
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Returns the ways to cut positions that are tried in turn: of fields under `domain`, else of sequences."""
+    """Yields proposals to try in turn: dims of fields under `domain`, else sequence dims of or inside the batch."""
     if plan.tiles > 1:
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch, samples)
     least = plan.tp if plan.sp else 1  # sp cuts each share of positions again, over tp
@@ -278,7 +288,10 @@ def _candidates(
 
 
 def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) -> Iterator[Candidate]:
-    """Yields candidates that cut tensors between blocks (patches of a picture, frames of a sound), not the batch."""
+    """Yields candidates that shard tensors between the module's blocks (image patches, audio frames), not the batch.
+
+    least  indices that each shard must have at least
+    """
     whole: tuple[Cuts, ...] = ((),) * len(tree_flatten(batch)[0])
     for inside in sequence.insides(find_blocks(built.module).paths, inner, least):
         positions = Positions(whole, _names(batch), "sequence", least, inside=inside)
@@ -286,20 +299,21 @@ def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) 
 
 
 def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any, samples: int) -> Iterator[Candidate]:
+    """Yields candidates that shard dims of space. `axes`: the plan's domain axes of degree over 1, by name."""
     tiles = tuple(axes.get(name) for name, _ in zip(SPACE, plan.domain, strict=False))
     args = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
     return domain.candidates(batch, samples, tiles, _names(batch), task.spatial, args)
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    """Returns the names of a batch's leaves: `x` in a dict, `batch[0]` in a tuple."""
+    """Returns the names of a batch's leaves for messages: "x" in a dict, "batch[0]" in a tuple."""
     return tuple(name_of(path) for path, _ in tree_flatten_with_path(batch)[0])
 
 
 def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """Returns the field's size along each dim that `domain` has a degree for; () where the batch has no field.
+    """Returns the first field's size along each dim for which `domain` has a degree; () if the batch has no field.
 
-    Of the first field that is proposed, untried. Raises `RefusedPlan` for more degrees than `Task.spatial` names dims.
+    Nothing is run. Raises `RefusedPlan` if `domain` has more degrees than `Task.spatial` names dims.
     """
     axes = {name: Axis(name, n, 0, None, tuple(range(n))) for name, n in zip(SPACE, plan.domain, strict=False)}
     for candidate in _fields(task, plan, axes, batch, samples_in(batch)):
@@ -309,7 +323,7 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns each leaf's dims of space, as a plan that tiles all of them would find them; () for other leaves."""
+    """Returns, for each leaf of the batch, its dims of space, () for one without; as if a plan tiled all of them."""
     fields = [leaf.dim() - 2 for leaf in tree_flatten(task.inputs(batch))[0] if isinstance(leaf, torch.Tensor)]
     most = len(task.spatial.dims) if task.spatial is not None else max((n for n in fields if n <= 3), default=0)
     for count in range(most, 0, -1):  # the most dims that any candidate has
@@ -320,7 +334,7 @@ def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def runs(task: Task, built: Built, batch: Any) -> bool:
-    """Whether the module and its loss run on a batch, on shapes alone where that can be."""
+    """Whether the module and its loss run on a batch; on fake tensors, or real ones if the forward reads values."""
     precision = Precision.of(Plan())
     return _failure(TrialModule(built, batch, run_alone(task, precision), precision.dtype_of)) is None
 
@@ -329,9 +343,11 @@ def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
 ) -> tuple[RefusedPlan | None, Met]:  # fmt: skip
-    """Returns (refusal or None, hashes of collectives) of a trial forward and backward as the rank at `place`.
+    """Returns (refusal or None, hashes of collectives) of a forward and backward on the shard of the rank at `place`.
 
-    Nothing is sent.
+    place  index on each axis of `positions`
+    noted  filled with what the rehearsal shows
+    Collectives are recorded, and nothing is sent.
     """
     met = Collectives()
     axes = zip(positions.axes, place, strict=True)
@@ -341,7 +357,7 @@ def _rehearse(
 
     def run(module: nn.Module, batch: Any) -> Any:
         """Returns the loss of a module on its share; notes how results are cut, and calls of attention."""
-        met.clear()  # called again where tensors without values do not do
+        met.clear()  # `run` is called again on real tensors if fake ones are not enough
         gathered.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
@@ -372,7 +388,10 @@ def _rehearse(
 
 @contextmanager
 def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]) -> Iterator[None]:
-    """Context: record how the result of each submodule's call is cut, in `results` by (path, number of the call)."""
+    """Context that fills `results`: (path of a submodule, index of its call) -> cuts of each leaf of its result.
+
+    Calls without a cut leaf are left out.
+    """
     counts: dict[int, int] = {}
     handles = []
 
@@ -402,12 +421,12 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
 
 
 def _asserted(error: Exception) -> str:
-    """Returns what a module's own assertion on sizes says, as text to append; "" for errors of other kinds."""
+    """Returns text to append on an assertion of the module that failed on other sizes; "" for other errors."""
     return f", whose sizes an assertion of its own forbids: {where(error)}" if isinstance(error, AssertionError) else ""
 
 
 def _failure(stage: TrialModule) -> Exception | None:
-    """Returns the error that the module raises on a batch, or None where it runs."""
+    """Returns the error that the module or its loss raises on the stage's batch, or None if they run."""
     try:
         with as_real(), torch.no_grad(), HooksLeftOut(), stage.playing(stage.make) as (_, batch):
             stage.run(stage.built.module, batch)

@@ -1,4 +1,4 @@
-"""Load whole weights into a running engine: each rank takes its part of every tensor, masters included."""
+"""Load unsharded weights into a running engine: each rank copies its shard of every tensor, into masters too."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from shardwise.step.state import RankState
 
 @torch.no_grad()
 def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-    """Put whole weights and buffers, under the module's own names, in place. Nothing is sent between ranks.
+    """Loads unsharded weights and buffers; returns torch's (missing_keys, unexpected_keys). Nothing is sent.
 
-    Returns torch's (missing_keys, unexpected_keys). Raises `InputError` where there are any and `strict`, or where a
-    shape differs.
+    weights  name, as in the module's `state_dict`, -> unsharded tensor
+    strict   whether missing and unexpected names are errors
+    Every rank must be given the same weights. Raises `InputError` for such names, and for another shape.
     """
     module = state.module
     own = module.state_dict(keep_vars=True)
@@ -38,17 +39,17 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
     value_of = _shares(state, wholes)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in own and name in weights]
     for name, buffer in buffers:
-        _check_shape(name, weights[name], buffer.shape)  # a copy would spread one number over all
+        _check_shape(name, weights[name], buffer.shape)  # `copy_` below would broadcast another shape silently
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.reshard()  # else the next forward would use what was gathered before
+            child.reshard()  # else the next forward would use unsharded weights that were gathered before
     for index, name in enumerate(state.names):
         if name not in wholes:
             continue
         value = value_of(name)
         _put(params[name], value)
         state.technique.load_masters(index, value)
-        # Masters are wider than the weights in mixed precision, and the owner's alone where it updates whole tensors.
+        # An optimizer over whole tensors has its own masters, on the owner's rank only.
         if state.owners is not None and index in state.owners.masters:
             state.owners.masters[index].copy_(wholes[name])
     for name in wholes.keys() - set(state.names):  # frozen: no technique has masters of them
@@ -59,14 +60,17 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
 
 
 def _before_names(own: list[str], loaded: list[str]) -> str:
-    """Returns the prefix by which all loaded names differ from the module's ("module."), "" where there is none."""
+    """Returns the prefix ("module.") that all `loaded` names have before the module's `own` ones; "" without one."""
     last = max(loaded, key=len, default="")
     befores = {last.removesuffix(name) for name in own if last.endswith(f".{name}")}
     return next((before for before in befores if {before + name for name in own} == set(loaded)), "")
 
 
 def _shares(state: RankState, wholes: Mapping[str, torch.Tensor]) -> ValueOf:
-    """Returns a function: name -> this rank's part, over tp and ep, of the whole value; `InputError` for its shape."""
+    """Returns a function from a name to this rank's share, over tp and ep, of the unsharded value in `wholes`.
+
+    It raises `InputError` for a value of another shape.
+    """
     shapes = state.shapes()
 
     def whole(name: str) -> torch.Tensor:
@@ -87,7 +91,7 @@ def _check_shape(name: str, value: torch.Tensor, shape: torch.Size) -> None:
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole value into a parameter, or this rank's part of it."""
+    """Copies `value` into a parameter; into FSDP2's `DTensor` only this rank's shard of it."""
     # A complex weight may be held as pairs of real numbers.
     value = value if param.is_complex() else as_pairs(value)
     if isinstance(param, DTensor):

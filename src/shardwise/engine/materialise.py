@@ -1,4 +1,4 @@
-"""Put weights into the module: each full value is made or received, rounded and put in its place, one at a time."""
+"""Give the module its weights: one tensor at a time is made or received unsharded, rounded, and put in its place."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from shardwise.trace.stand_in import exchange
 def build_everywhere(
     task: Task, seed: int, world: Axis, device: torch.device, own: bool = True
 ) -> tuple[Built, ValueOf]:  # fmt: skip
-    """Returns (the built module, a function from a parameter's name to its initial value, equal on every rank).
+    """Returns (the built module, a function from a parameter's name to its initial value, unsharded, on every rank).
 
-    Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
-    to all; the function is then collective and must be called for the same names in the same order.
+    If the constructor cannot be replayed, or uses values that differ between ranks, rank 0's values are sent to all.
+    The function is then collective, so ranks must call it for the same names in the same order.
 
-    own  whether the task's constructor makes the module, and no script has it already
-    Raises `RefusedPlan` for a hook that it puts on the gradient of a weight, `InputError` where it fails by itself, or
-    `Task.weights` knows none of its parameters.
+    world  the axis of all ranks;  device  where values are received
+    own    whether the task's constructor makes a new module; False for a script's module, which exists already
+    Raises `RefusedPlan` if the constructor puts a hook on a weight's gradient, `InputError` if it fails, or if
+    `Task.weights` has a value for none of the parameters.
     """
     has = has_samples(task)
     own = own and has
@@ -47,7 +48,7 @@ def build_everywhere(
         )
     built.value_from = task.weights
     _refuse_unused(task, built)
-    # in float64, which keeps 53 bits of a fingerprint
+    # the hash in 50 bits, since a float64 holds integers of up to 53 exactly
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
     if bool((table == table[0]).all()) and not built.notice:
@@ -66,7 +67,7 @@ def build_everywhere(
 
 
 def _refuse_unused(task: Task, built: Built) -> None:
-    """Raise `InputError` where `Task.weights` gives a value for none of the parameters: all would be drawn."""
+    """Raise `InputError` if `Task.weights` is given but returns None for every parameter of the module."""
     names = [name for name, _ in built.module.named_parameters()]
     if task.weights is None or hasattr(task.weights, "into") or not names:
         return
@@ -78,9 +79,12 @@ def _refuse_unused(task: Task, built: Built) -> None:
 
 
 def told_of_drawn(built: Built) -> list[str]:
-    """Returns a notice on parameters that are drawn beside others that come from a file, by patterns of their names."""
+    """Returns [a notice] if some parameters come from files and others from the constructor; else [].
+
+    It lists the latter by patterns of names, such as layers.*.weight.
+    """
     new, stored = built.drawn()
-    # with all or none from files there is nothing to be surprised at
+    # all values, or none, come from files: nothing that the user may not expect
     if not new:
         return []
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in new)
@@ -95,11 +99,11 @@ def told_of_drawn(built: Built) -> list[str]:
     ]
 
 
-_MOST = 4  # patterns of names in the notice
+_MOST = 4  # patterns of names in the notice, so that it stays a line or two
 
 
 def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, str]) -> ValueOf:
-    """Returns `value_of`, which now also puts the digests of the values of `names` into `digests`, by name."""
+    """Returns a wrapper of `value_of` that, for a name in `names`, also sets `digests[name]` to "dtype hash"."""
 
     def value(name: str) -> torch.Tensor:
         whole = value_of(name)
@@ -112,7 +116,7 @@ def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, 
 
 
 def hooked_weight(module: nn.Module) -> str | None:
-    """Returns the name of the first parameter with a hook on its gradient; None without one."""
+    """Returns the name of the first parameter with a user's hook on its gradient; None without one."""
     for name, param in module.named_parameters():
         if (param._backward_hooks and not is_watched(param)) or param._post_accumulate_grad_hooks:
             return name
@@ -120,7 +124,10 @@ def hooked_weight(module: nn.Module) -> str | None:
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:
-    """Replace each parameter, buffer or plain attribute (`kinds`) by `make(name, tensor)`, a shared tensor once."""
+    """Replaces tensors of the module by `make(name, tensor)`, called once for a tensor that is shared.
+
+    kinds  which ones: "parameter", "buffer", "plain" (a tensor that is an ordinary attribute)
+    """
     names = {id(tensor): (name, tensor) for name, tensor in named_tensors(module)}
     made: dict[int, torch.Tensor] = {}
     for child in module.modules():
@@ -136,19 +143,21 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                     child.__dict__[leaf] = made[id(tensor)].requires_grad_(tensor.requires_grad)
                 else:
                     table[leaf] = made[id(tensor)]
-    exchange(module, made)  # what modules keep in lists, dicts and objects of their own
+    exchange(module, made)  # also references to the old tensors in modules' own lists, dicts and objects
 
 
 def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    """Returns a parameter of this value, with the `requires_grad` and the attributes of `old`."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)  # marks that users or libraries left on it
     return new
 
 
 def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a stand-in for a parameter that other ranks hold: its shape without memory, NaN in every value.
+    """Returns a stand-in for a parameter that other ranks hold: a view of its shape, NaN everywhere (integers: 0).
 
-    Pairs lie side by side, since `view_as_complex` asks for it.
+    It expands a single element, so it needs no memory of its size. If the last dim is 2, two elements lie side by
+    side, since the parameter may be read through `view_as_complex`.
     """
     kind = dtype if old.is_floating_point() else old.dtype
     lying = old.shape[-1:] if old.shape[-1:] == (2,) else ()
@@ -159,7 +168,10 @@ def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
 def fill_parameters(
     module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()
 ) -> None:
-    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones as NaN, without memory."""
+    """Gives the module unsharded parameters on the device, floating-point ones in `dtype`.
+
+    absent  names of parameters that other ranks hold; they get NaN stand-ins without memory
+    """
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
@@ -172,7 +184,7 @@ def fill_parameters(
 
 
 def _kind(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to hold a value in where real floating-point ones are held in `dtype`; integers keep theirs."""
+    """Returns the dtype for `value`: `dtype` if it is floating-point, its complex kind if complex, else its own."""
     if value.is_complex():
         return dtype.to_complex()
     return dtype if value.is_floating_point() else value.dtype
@@ -182,7 +194,10 @@ def fill_only(
     module: nn.Module, names: Container[str], frozen: Container[str], value_of: ValueOf, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Put these parameters whole on the device, `frozen` ones without a gradient; the others stay as they are."""
+    """Gives the module unsharded parameters on the device for `names`; leaves its other parameters alone.
+
+    frozen  names of parameters that do not require a gradient;  dtype  of floating-point ones
+    """
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name not in names:
@@ -198,9 +213,9 @@ def fill_only(
 def empty_parameters(
     module: nn.Module, precision: Precision, device: torch.device, absent: Container[str] = ()
 ) -> None:  # fmt: skip
-    """Put parameters on the meta device (shapes alone): trained ones as masters, frozen ones as they compute.
+    """Replaces parameters by meta tensors: trained ones in the masters' dtype, frozen ones in the compute dtype.
 
-    `absent` ones are held by other ranks.
+    absent  names of parameters that FSDP2 does not shard; they get NaN stand-ins without memory, on `device`
     """
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
@@ -214,7 +229,7 @@ def empty_parameters(
 
 
 def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, device: torch.device) -> None:
-    """Make buffers and plain tensor attributes anew on the device."""
+    """Gives the module's buffers, and attributes that are tensors, their initial values on the device."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         value = value_of(name)
@@ -224,10 +239,10 @@ def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, dev
 
 
 def hold_recurrent(module: nn.Module) -> None:
-    """Let recurrent layers leave their weights in the memory that a plan gives them.
+    """Disables `flatten_parameters` of the module's recurrent layers.
 
-    `flatten_parameters` gives them other memory, for cuDNN, in each forward that finds them changed: a plan would
-    gather and publish into what they have left.
+    It would move their weights to other memory, for cuDNN, in each forward that finds them changed; the plan would
+    then gather and publish into memory that they no longer use.
     """
     for child in module.modules():
         if isinstance(child, nn.RNNBase):
@@ -235,4 +250,4 @@ def hold_recurrent(module: nn.Module) -> None:
 
 
 def _nothing() -> None:
-    """Does nothing: weights stay where they lie."""
+    """Does nothing; stands in for `flatten_parameters`."""

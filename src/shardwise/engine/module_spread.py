@@ -1,4 +1,4 @@
-"""What a plan spreads of a module over ranks: weights (tp), experts (ep), positions (cp, domain); found, and put in."""
+"""Derive what a plan shards of a module, and install it: weights (tp), experts (ep), positions (cp, domain)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from shardwise.trace.deferred import Built
 
 @dataclass
 class ModuleSpread:
-    """What a plan spreads of a module: weights over tp, experts over ep, positions over the inner axes.
+    """What a plan shards of a module. Each field is None, or empty, without its axis.
 
-    row_wise  modules of experts that are given a rank's own rows, where positions are cut
+    tensor     weights sharded over tp
+    experts    experts dealt over ep
+    row_wise   modules of experts that are called with this rank's own tokens only, since positions are sharded
+    positions  dims of the batch that are sharded over the inner axes (cp, cp_ulysses, domain)
     """
 
     tensor: TensorParallel | None = None
@@ -44,30 +47,33 @@ class ModuleSpread:
 
     @property
     def results(self) -> Mapping[tuple[str, int], tuple[Along, ...]]:
-        """Returns how results of submodules' calls are cut, by (path, number of the call)."""
+        """Returns (path of a submodule, index of its call) -> the (axis, dim) cuts of each leaf of its result."""
         return self.positions.results if self.positions is not None else {}
 
     def notices(self) -> list[str]:
-        """Returns lines for the user on how weights, experts and positions lie over ranks."""
+        """Returns lines for the user on how weights, experts and positions are sharded."""
         notices = [*(self.tensor.notices() if self.tensor is not None else ())]
         notices += self.experts.notices() if self.experts is not None else ()
         return notices + ([self.positions.summary()] if self.positions is not None else [])
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
-        """Returns a function from a name to the initial value of this rank's share, of whole ones by `value_of`."""
+        """Returns a function from a name to this rank's share of the initial value `value_of(name)`."""
         for technique in (self.tensor, self.experts):
             value_of = value_of if technique is None else technique.local_values(value_of)
         return value_of
 
     def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
-        """Replace forwards so that the module runs on shares; `absent`: names of other stages' weights. Collective with
-        experts."""
-        # no tensor of the batch has the positions: they are cut in the forward, where they are born
+        """Replaces forwards so that the module runs on shards. Collective if experts are dealt.
+
+        absent  names of weights that only other pipeline stages hold
+        traced  whether blocks will be compiled; experts then stay out of the compiled code
+        """
+        # positions arise inside the module (image patches), not in the batch, so its forward shards them
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(module)
         if self.tensor is not None:
             install(module, self.tensor, absent, mesh.inner)
-        elif mesh.inner:  # weights are whole, and still meet cut positions
+        elif mesh.inner:  # weights are whole, but their products are with sharded activations
             see_parts(module, {}, mesh.tp, absent, mesh.inner)
         if self.experts is not None:
             self.experts = self.experts.here(absent)
@@ -82,9 +88,13 @@ class ModuleSpread:
 def spread_module(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
 ) -> ModuleSpread:  # fmt: skip
-    """Returns how a module is spread: cut weights, dealt experts, cut positions, by a few samples. Collective."""
+    """Returns what the plan shards of the module, derived from a forward of a few samples. Collective.
+
+    few      a batch of a few samples, the same on every rank; None if the plan has no tp, ep or inner axis
+    samples  number of samples in `few`, if not all of its tensors have a batch dim
+    """
     spread = ModuleSpread()
-    # In this order: tp cuts the inside of what ep deals, and positions are tried with tp's cuts in place.
+    # In this order, since tp cuts the inside of each expert, and positions are tried with tp's cuts in place.
     if plan.ep > 1:
         spread.experts = spread_experts(task, plan, mesh, precision, built, few)
     if plan.tp > 1:

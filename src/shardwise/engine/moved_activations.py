@@ -1,4 +1,4 @@
-"""From a plan's `offload=activations` to stores for what this rank's blocks keep for backward. By recipe."""
+"""Set up a plan's `offload=activations`: what this rank's blocks save for backward goes to the host or a disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITHOUT_BLOCKS = (
 
 
 def refuse_without_blocks(plan: Plan, blocks: Blocks) -> None:
-    """Raise `RefusedPlan` where nothing would move, of the blocks of all stages."""
+    """Raise `RefusedPlan` if the plan offloads activations and the module (all stages of it) has no blocks."""
     if placements(plan.offload, "activations") and not blocks.paths:
         raise RefusedPlan(f"offload={plan.offload}: {WITHOUT_BLOCKS}")
 
@@ -26,11 +26,13 @@ def refuse_without_blocks(plan: Plan, blocks: Blocks) -> None:
 def move_activations(
     module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh, notices: list[str]
 ) -> Activations | None:  # fmt: skip
-    """Send what blocks keep for backward to stores; returns the `Activations` that do so, None without such an offload.
+    """Wraps the blocks so that what they save for backward is offloaded; returns the `Activations`.
 
-    notices  are added, of stores and of a fraction of which no block is left
+    blocks   this rank's blocks
+    notices  gets lines on the stores, and on a fraction that rounds to no block
 
-    Raises `RefusedPlan` for a tier that gains nothing, and a folder that is no disk.
+    Returns None if the plan does not offload activations. Raises `RefusedPlan` for a tier that saves no memory (the
+    host's, on a CPU), and if the folder for temporary files is not on a disk.
     """
     placed = placements(plan.offload, "activations")
     if not placed:
@@ -44,4 +46,5 @@ def move_activations(
 
 
 def _store(placement: Placement, mesh: Mesh) -> Store:
+    """Returns a new store on the placement's tier: the host's memory, or a file of this rank."""
     return HostCopies(mesh.device) if placement.tier == "host" else ExtentFile(mesh.device, mesh.rank)

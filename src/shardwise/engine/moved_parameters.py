@@ -1,4 +1,4 @@
-"""From a plan's `offload=parameters` to the host's memory, or a file, for the shards of zero=3. By recipe."""
+"""Set up a plan's `offload=parameters`: shards of zero=3 lie in the host's memory, or in a file."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from shardwise.tiers.subgroups import dealt
 
 @dataclass
 class _Unit:
+    """The shards of one FSDP2 unit on this rank, and their `size` in bytes."""
+
     shards: list[torch.Tensor]
     size: int
 
@@ -25,9 +27,10 @@ class _Unit:
 def shards_elsewhere(
     plan: Plan, mesh: Mesh, notices: list[str]
 ) -> Callable[[list[list[torch.Tensor]]], ShardFile | None] | None:
-    """Returns a function that puts the shards of zero=3 into a file, as the plan says; None where they stay in memory.
+    """Returns a function from each unit's shards to the file that has them; None if the plan moves none to a disk.
 
-    Raises `RefusedPlan` for a device that has memory of its own.
+    The function itself returns None, and adds a line to `notices`, if the plan's fraction rounds to no unit.
+    Raises `RefusedPlan` for an accelerator.
     """
     placed = placements(plan.offload, "parameters")
     # weights on the host stay in memory there, whatever else moves
@@ -37,7 +40,7 @@ def shards_elsewhere(
         raise RefusedPlan(f"offload={plan.offload}: {OWN_MEMORY}")
 
     def lay(shards: list[list[torch.Tensor]]) -> ShardFile | None:
-        """Returns the file of the units' shards that move, as dealt; None, with a notice, where none does."""
+        """Returns the file with the shards of the units that move. `shards`: for each unit, flat tensors."""
         units = [_Unit(unit, sum(shard.numel() * shard.element_size() for shard in unit)) for unit in shards]
         (moving,) = dealt(units, placed)
         # units move whole: a small fraction of a model with one large unit moves none
@@ -54,7 +57,7 @@ def shards_elsewhere(
 
 
 def lie_on_host(plan: Plan, device: torch.device) -> bool:
-    """Whether shards lie in the host's memory, as the plan says; `RefusedPlan` where that is the device's own."""
+    """Whether the plan keeps shards of weights in the host's memory; `RefusedPlan` if `device` is the CPU."""
     if not weights_on_host(plan.offload):
         return False
     if not places.has_own_memory(device):

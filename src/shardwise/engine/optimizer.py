@@ -1,4 +1,4 @@
-"""The optimizer over whole tensors or pieces, as a trial finds (`Nature`). Pieces: flat_buckets; whole: step/owners.
+"""Make the optimizer over whole tensors or pieces, whichever a trial of it allows (`Nature`). See also step/owners.
 
 `Task.optimizer` always sees parameters in their full shapes, so that it may choose by shape. Under ZeRO its groups
 are then pointed at this rank's pieces. That equals one process only if each element's update depends on that
@@ -35,32 +35,37 @@ from shardwise.tiers import only
 from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
-KINDS = ("elementwise", "per tensor", "joint")  # each needs more of the parameters than the one before
+KINDS = ("elementwise", "per tensor", "joint")  # an update needs one element, one tensor, all tensors
 _TRIAL_STEPS = 4
 _TRIAL_TOLERANCE = 1e-9  # of the largest update
 
 
 @dataclass(frozen=True)
 class Nature:
-    """How an optimizer updates: its kind (one of `KINDS`), and the narrowest dtype that it computes in."""
+    """What a trial shows of an optimizer.
+
+    kind           one of `KINDS`
+    narrow         the narrowest dtype in which it computes on float64 parameters; None: float64
+    needs_closure  whether `step` must be given a closure that evaluates the loss
+    """
 
     kind: str
-    narrow: torch.dtype | None  # the narrowest dtype in which it computes; None: its parameters' own
+    narrow: torch.dtype | None
     needs_closure: bool
 
     @property
     def whole(self) -> bool:
-        """Whether an update needs whole tensors, which under ZeRO their owners alone have."""
+        """Whether an update needs unsharded tensors, which under ZeRO only a tensor's owner has."""
         return self.kind != "elementwise"
 
     @property
     def needs(self) -> int:
-        """Returns 0 for an elementwise update, 1 per tensor, 2 joint: larger for what needs more of the parameters."""
+        """Returns the index of `kind` in `KINDS`: 0 elementwise, 1 per tensor, 2 joint."""
         return KINDS.index(self.kind)
 
 
 class _NarrowDtypes(TorchDispatchMode):
-    """Mode that notes results of fewer bits than the float64 inputs that they were computed from."""
+    """Dispatch mode that collects in `seen` the floating-point dtypes, but float64, of results of float64 inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +85,13 @@ def over_pieces(
     make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]],
     marks: dict[int, dict[str, Any]] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter.
+    """Returns an optimizer that `make` builds for unsharded shapes, and whose groups then hold pieces.
 
-    marks   attributes of parameters, by index: set on their pieces, as an optimizer may choose by them
+    shapes  of the unsharded parameters
+    pieces  index of a parameter -> this rank's pieces of it; an index may be missing
+    marks   index of a parameter -> attributes to set on it and its pieces, since an optimizer may choose by them
     """
-    # of a parameter of which this rank has no piece: like the others
+    # dtype of a parameter of which this rank has no piece
     dtype = next((p.dtype.to_real() for params in pieces.values() for p in params), torch.float32)
     kinds = [pieces[index][0].dtype if pieces.get(index) else dtype for index in range(len(shapes))]
     full = [  # shapes without memory
@@ -97,14 +104,14 @@ def over_pieces(
     pieces_of = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces_of[id(param)]]
-    if optimizer.state:  # of tensors on the meta device
+    if optimizer.state:  # made by the constructor, of the meta tensors above
         optimizer = _remade(optimizer)
     enter_training(optimizer)
     return optimizer
 
 
 def _remade(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer made anew over its pieces, for classes that make state when they are built (Adagrad)."""
+    """Returns a new optimizer of the same class over the same groups, whose constructor makes its state (Adagrad)."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     # Defaults hold more than the constructor takes in some classes.
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -112,11 +119,12 @@ def _remade(optimizer: Optimizer) -> Optimizer:
 
 
 def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool] = ()) -> Nature:
-    """Returns the `Nature` that a trial shows: the optimizer runs on small tensors whole, one by one, and in pieces.
+    """Returns the optimizer's `Nature`, by running it on small tensors: all at once, in pieces, and one by one.
 
-    numbers  of each shape, whether it is one of complex numbers; none are where it is empty
-    Results are compared relative to the size of the updates, with all arithmetic kept in float64. Raises `RefusedPlan`
-    for an optimizer that fails on dense gradients.
+    shapes   of the task's parameters; tensors of as many dims are tried
+    numbers  for each shape, whether its parameter is complex; (): none is
+    Results are compared relative to the largest update, with all arithmetic kept in float64. Raises `RefusedPlan` for
+    an optimizer that fails on dense gradients.
     """
     small = _small(shapes, numbers or [False] * len(shapes))
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +132,7 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
     gradients: list[list[torch.Tensor | None]] = [
         [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small] for _ in range(_TRIAL_STEPS)
     ]
-    # One that evaluates the loss itself cannot be tried on gradients that are given.
+    # An optimizer that evaluates the loss itself (LBFGS) cannot be tried on random gradients.
     if needs_closure(construct(make, [nn.Parameter(value.clone()) for value in values])):
         return Nature("joint", None, True)
     narrow = _NarrowDtypes()
@@ -143,7 +151,7 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
         bar = _TRIAL_TOLERANCE * max(
             float((a - b).abs().max()) for a, b in zip(whole, values, strict=True) if a.numel()
         )
-        # from what needs least of the parameters to what needs most
+        # the least demanding kind first: an elementwise update passes the other trials too
         if _same(whole, _trial(lambda: _in_pieces(make, values, gradients)), bar):
             return Nature("elementwise", dtype, False)
         if _same(whole, _trial(lambda: _one_at_a_time(make, values, gradients)), bar):
@@ -152,18 +160,24 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
 
 
 def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Returns two small (shape, dtype) for each kind of parameter: number of dims, real or complex."""
+    """Returns small (shape, dtype) pairs to try, two equal ones for each number of dims, real or complex.
+
+    numbers  for each shape, whether its parameter is complex
+    """
     kinds: dict[tuple[int, bool], torch.Size] = {}
     for shape, of_complex in zip(shapes, numbers, strict=True):
         kind = len(shape), of_complex
         kinds.setdefault(kind, torch.Size(min(size, 5 + place) for place, size in enumerate(shape)))
     dtypes = {False: torch.float64, True: torch.complex128}
-    # two: the update of one may depend on the other
+    # two, since a joint update shows only if one tensor's update depends on another's
     return [(shape, dtypes[of_complex]) for (_, of_complex), shape in kinds.items() for _ in range(2)]
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
-    """Take one optimizer step for each list of gradients; one with a mode ends in evaluation."""
+    """Takes one optimizer step for each list in `gradients`, which has a tensor or None for each parameter.
+
+    A schedule-free optimizer is left in evaluation mode.
+    """
     enter_training(optimizer)  # a script may enter it after `prepare` alone
     for group in optimizer.param_groups:
         if not group.get("lr", 1.0):
@@ -179,7 +193,7 @@ def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> Non
 
 
 def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
-    """Returns `attempt()`'s tensors; None where the optimizer rejects pieces (Muon takes matrices only)."""
+    """Returns `attempt()`, a list of tensors; None if the optimizer raises on pieces (Muon takes matrices only)."""
     try:
         return attempt()
     except (ValueError, RuntimeError, IndexError, TypeError):
@@ -187,19 +201,21 @@ def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | No
 
 
 def _same(whole: list[torch.Tensor], other: list[torch.Tensor] | None, bar: float) -> bool:
+    """Whether all elements differ by at most `bar`; False if `other` is None."""
     return other is not None and all(
         float((a - b.view(a.shape)).abs().max()) <= bar for a, b in zip(whole, other, strict=True) if a.numel()
     )
 
 
 def _whole(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    """Returns the tensors after steps of one optimizer over all of them."""
     params = [nn.Parameter(value.clone()) for value in values]
     _run(construct(make, params), params, gradients)
     return [param.detach() for param in params]
 
 
 def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Returns the flat tensors after an update by two simulated ranks, each of its piece of every tensor."""
+    """Returns the tensors, flat, after steps of two optimizers, each over its uneven piece of every tensor."""
     flats = [value.clone().view(-1) for value in values]
     shapes = [value.shape for value in values]
     for rank in range(2):
@@ -215,7 +231,7 @@ def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Returns the tensors after updates one at a time, the others without gradients, as on an owner's rank."""
+    """Returns the tensors after runs in each of which only one tensor has gradients, as on its owner's rank."""
     done = []
     for index in range(len(values)):
         params = [nn.Parameter(value.clone()) for value in values]
@@ -226,9 +242,10 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> bool:
-    """Whether the optimizer gives the same bits where each tensor has a step of its own (`tiers.only`), on a trial.
+    """Whether, on small random tensors, the optimizer gives the same bits if it steps over one tensor at a time.
 
-    The trial runs on small random tensors. numbers: of each shape, whether it is one of complex numbers.
+    shapes   of the parameters;  numbers  for each shape, whether its parameter is complex
+    A step over some parameters is that of `tiers.only`.
     """
     generator = torch.Generator().manual_seed(0)
     small = _small(shapes, numbers)
@@ -240,7 +257,7 @@ def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: 
 
 
 def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Returns the values after trial steps in which the optimizer sees one parameter at a time."""
+    """Returns the tensors after steps of one optimizer that is given one tensor at a time (`tiers.only`)."""
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = construct(make, params)
     step = optimizer.step
@@ -259,11 +276,12 @@ def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 def refuse(
     nature: Nature, zero: ZeroStage, tp: int = 1, ep: int = 1, stages: int = 1, named: str = "the optimizer"
 ) -> None:
-    """Raise `RefusedPlan` where a rank would have too little for the optimizer.
+    """Raise `RefusedPlan` if a rank would lack tensors that the optimizer's update needs.
 
-    zero     what ranks hold as shards
-    tp, ep   a plan's degrees
-    stages   of a pipeline
+    zero     which of parameters, gradients and state the ranks shard
+    tp, ep   the plan's degrees
+    stages   number of pipeline ranks
+    named    the optimizer's name in the message
     """
     # experts of other ranks are not gathered, so an update that needs more than its element has not enough
     if ep > 1 and nature.whole:
@@ -293,25 +311,25 @@ def make_optimizer(
     shard: Axis, *, plan: Plan, tensor: TensorParallel | None = None,
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> tuple[Optimizer, OwnedMasters | None]:  # fmt: skip
-    """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
+    """Returns (this rank's optimizer, its `OwnedMasters` if it needs unsharded tensors that ranks shard, else None).
 
-    nature  what `try_out` found
-    shapes  of the whole parameters;  shard  the axis over which zero leaves their masters in pieces
-    tensor  the cuts of tp
-    marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
+    make    `Task.optimizer`;  nature  what `try_out` found of it
+    names   of the trainable parameters, in order;  shapes  unsharded, of each
+    shard   the axis over which ZeRO shards masters;  tensor  the cuts of tp, None without tp
+    marks   name of a parameter -> attributes that a user has set on it (`p.lr_scale = 0.1`)
 
-    Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
+    Raises `RefusedPlan` if the optimizer can work neither on pieces nor tensor by tensor.
     """
     slots, stage = technique.slots, plan.sharded
     refuse(nature, stage, plan.tp, plan.ep, plan.pp)
     for slot in slots:
         slot.master.__dict__.update(marks.get(slot.name, {}))
     by_index = {index: marks[name] for index, name in enumerate(names) if name in marks}
-    # Masters that are whole need no stand-ins: the task's function gets them themselves.
+    # Masters are unsharded, so the task's function gets them themselves instead of meta tensors.
     if all(slot.whole for slot in slots) and not stage.state and plan.tp == plan.ep == 1:
         return construct(make, [slot.master for slot in slots]), None
     if nature.kind == "per tensor":
-        # where zero leaves pieces of masters with ranks, owners are dealt over these
+        # if ZeRO shards masters, each tensor gets one owner among the ranks of the shard axis
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard if stage.state else None, tensor)
         return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), owners
     index_of = {name: index for index, name in enumerate(names)}

@@ -4,13 +4,13 @@
     zero=1, 2, 3      pieces like the parameter's own, gathered over dp_shard (experts: over the ranks that share them)
     whole tensors     (Adafactor, Muon under zero) the state lies on the rank that owns the parameter
     tp, ep            shares like the parameter's own, gathered
-    pp                the stage that holds the parameter tells the others
+    pp                the stage that holds the parameter sends it to the others
 
-One table of what every rank holds is exchanged first, so that all ranks know which collectives follow. A tensor is a
-piece where on every rank it has the shape of that rank's piece of the parameter; one of a single element (a count of
-steps) is the same for all pieces, and travels in the table.
+First ranks exchange one table of what each holds, so that all know which collectives follow. A state tensor is a piece
+if on every rank it has the shape of that rank's piece of the parameter. A tensor of a single element (a count of steps)
+is the same for all pieces, and is sent within the table.
 
-What this does not do: tell what an optimizer keeps in its groups or attributes, beside `state`.
+What this does not do: gather what an optimizer keeps in its groups or attributes, beside `state`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shardwise.step.state import RankState
 
 @dataclass
 class _Row:
-    """One rank's share of one parameter's state; plain JSON in the table that ranks gather.
+    """What one rank holds of one parameter's optimizer state, as JSON in the table that ranks gather.
 
-    piece     shape of what its optimizer updates
-    whole     that is the whole parameter
-    template  the state, with the number of a tensor in the place of each; None: no state
-    tensors   [dtype, shape, the value where it is one number] of each
+    piece     shape of the tensor that this rank's optimizer updates
+    whole     whether that tensor is the unsharded parameter
+    template  the state of `_encoded`, with an id, an index into `tensors`, for each tensor; None: no state
+    tensors   [dtype as "float32", shape, value if it has one real element else None] of each tensor
     """
 
     piece: list[int]
@@ -44,13 +44,13 @@ class _Row:
 
 
 def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yields (name, state) of every trained parameter, as one process would have it; {} if there is none. Collective.
+    """Yields (name, state as one process would have it, {} without any) of every trained parameter. Collective.
 
-    Values are tensors (whole; they may be the optimizer's own), numbers, or lists, tuples and dicts of them. Raises
-    `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
-    the state of its piece.
+    Values are unsharded tensors (perhaps the optimizer's own), numbers, or lists, tuples and dicts of them. Raises
+    `RefusedPlan` for a tensor of a shape from which it does not follow how ranks shard it, `ShardwiseError` if a rank
+    lacks the state of its piece.
     """
-    # state in another tier is current only once its last move has ended well
+    # offloaded state is valid only if the last step did not fail midway
     if state.tier is not None:
         state.tier.check()
     rows, tensors_of = _mine(state)
@@ -69,17 +69,17 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
 
 
 def _source(state: RankState, name: str) -> int:
-    """Returns the rank whose row describes a parameter's state: this rank; under a pipeline the first that holds it."""
+    """Returns the global rank whose row describes a parameter's state: this one; under a pipeline its first holder."""
     if state.staged is None:
         return state.mesh.rank
     return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]
 
 
 def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
-    """Returns ({name: this rank's `_Row` of the table}, {name: the tensors of that row, by number})."""
+    """Returns ({name: this rank's `_Row`}, {name: the tensors whose ids the row has, in order})."""
     cuts = set(state.tensor.cuts if state.tensor is not None else ())
     cuts |= set(state.experts.dealt if state.experts is not None else ())
-    # A share over tp or ep is whole to its technique, and a piece of the weight.
+    # A share over tp or ep counts as whole to data parallelism (`slot.whole`), but is a piece of the parameter.
     masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
     if state.owners is not None:
         # an optimizer of whole matrices has its state on a weight's owner alone
@@ -98,18 +98,20 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
 
 
 class _Form:
-    """The recipe for one parameter's whole state from the ranks' shares, the same on all ranks that exchange them.
+    """How to assemble one parameter's unsharded state, decided alike on all ranks that exchange it.
 
-    template  the state with numbers for tensors; None: there is none
-    from_table  tensors of one element, by number: they came with the table
-    sent      numbers of the others; `pieces` are those of them that are pieces, and the rest are whole
+    template    the state, with ids for tensors; None: no state
+    tensors     [dtype, shape, value] of each tensor, by id; set if there is a template
+    from_table  id -> tensor of one element, whose value came with the table
+    sent        ids of the tensors to gather or broadcast
+    pieces      ids, among `sent`, of tensors that are pieces; the others are whole on their rank
     """
 
     def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
-        """Decide, alike on every rank, how each tensor of a parameter's state comes: sent, as pieces, or a number.
+        """Fills the attributes for the parameter `name`.
 
-        table   each rank's rows, by parameter
-        source  the rank whose row describes the state where it is whole (`_source`)
+        table   for each rank, {parameter: `_Row`}
+        source  the rank whose row describes the state if each holder has the whole of it (`_source`)
         """
         rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
         with_state = {rank: row for rank, row in rows.items() if row.template is not None}
@@ -118,18 +120,18 @@ class _Form:
         self.pieces: set[int] = set()
         self.template = None
         whole = all(row.whole for row in rows.values())
-        # A rank whose piece is empty keeps no state: any rank that has some says what it is like.
+        # A rank with an empty piece has no state, so the structure is taken from any rank that has some.
         first = rows.get(source) if whole and source in rows else next(iter(with_state.values()), None)
         if first is None or first.template is None:
             return
         self.template, self.tensors = first.template, first.tensors
-        # every holder has all of it: each tensor is sent as it is, counts too
+        # each holder has the whole state, so every tensor is sent as it is, also one-element counts
         if whole:
             self.sent = list(range(len(first.tensors)))
             return
         _refuse_lost(name, rows)
         for place, (dtype, shape, value) in enumerate(first.tensors):
-            # Before the test of one element: a piece of one element is a piece on every rank, a count is not.
+            # Tested before the one-element case, since a rank's piece may have a single element too.
             if all(row.tensors[place][1] == row.piece for row in with_state.values()):
                 self.pieces.add(place)
                 self.sent.append(place)
@@ -144,7 +146,7 @@ class _Form:
 
 
 def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
-    """Raise `ShardwiseError` for a rank without state for its piece, unless the piece is empty."""
+    """Raise `ShardwiseError` if a rank has no state for a piece with elements, while others have theirs."""
     for rank, row in rows.items():
         if row.template is None and 0 not in row.piece:
             raise ShardwiseError(
@@ -155,19 +157,26 @@ def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
 def _leaves(
     state: RankState, forms: dict[str, _Form], tensors_of: dict[str, list[torch.Tensor]], rows: dict[str, _Row]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of the state of this rank's stages that is sent, in order. Collective over them."""
+    """Yields (name, unsharded tensor) for the `sent` ids of each parameter of this rank's stages, in order.
+
+    forms       {name: how to assemble its state};  tensors_of, rows  what `_mine` returned
+    Collective over the ranks of a stage.
+    """
 
     homes = {slot.name: slot.master.device for slot in state.technique.slots}
 
     def leaf(index: int, name: str, place: int) -> Gathering:
-        """Returns the gathering of one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
+        """Returns the gathering of one state tensor of the parameter `name`: joins pieces, or broadcasts the owner's.
+
+        index  of the parameter among `state.names`;  place  id of the tensor
+        """
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
-        nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
+        nothing = rows[name].piece if name in rows else [0]  # shape of an empty piece
         empty = nothing if place in form.pieces else shape
-        # a rank without state (an empty piece, or another owns it) takes part all the same
+        # a rank without state (its piece is empty, or another rank is the owner) must join the collectives too
         tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
-        # of a tensor that is sent and no piece, an owner or every rank has the whole
+        # pieces are joined; any other tensor is whole, on the owner if there is one, else on every rank
         if place in form.pieces:
             return together(state, name, state.technique.whole(index, tensor.to(homes.get(name, state.device))))
         if state.owners is not None:
@@ -181,7 +190,10 @@ def _leaves(
 
 
 def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
-    """Returns a state as JSON, its tensors replaced by their numbers in `tensors`, which grows; else `RefusedPlan`."""
+    """Returns `value` as JSON, each tensor replaced by its index in `tensors`, to which it is appended.
+
+    name  of the parameter, for the message of the `RefusedPlan` for a value of another type
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -199,7 +211,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
 
 
 def _decoded(template: Any, tensors: dict[int, torch.Tensor]) -> Any:
-    """Returns the state that `_encoded` made JSON of, with `tensors` in the place of their numbers."""
+    """Returns the value from which `_encoded` made `template`. `tensors`: id -> tensor to put in its place."""
     # one key says what the node is
     ((kind, value),) = template.items()
     if kind == "tensor":

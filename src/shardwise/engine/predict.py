@@ -1,13 +1,13 @@
 """`Engine.predict`: the model's outputs in sample order, on rank 0. Into files, by tiles: data/tiles.
 
-    every rank    forward of its part of the batch, in eval mode; shares and summands are put together
-    all           what each rank holds, as one small message: where its samples start, structure, shapes, dtypes
-    to rank 0     each data rank's samples, from the first of those who share them, on the last stage; nobody else sends
+    every rank    forward of its part of the batch, in eval mode; outputs that tp or cp shard are gathered
+    all ranks     one small message on what each holds: where its samples start, structure, shapes, dtypes
+    to rank 0     each data rank's samples, from one rank of the last stage; ranks with the same samples send nothing
 
 Bytes on the wire: each output once to rank 0 (beside what tp gathers), and nothing where rank 0 has it already.
 
-What this does not do: put together outputs that do not belong to samples (a loss of the model's own, a cache of keys
-and values): `select` takes what does.
+What this does not do: concatenate outputs whose first dim is not samples (a loss that the model returns, a cache of
+keys and values). `select` must leave these out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def predict(state: RankState, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
-    """Yields for each step the output for all its samples on rank 0, None on other ranks. Collective.
+    """Yields for each step the output for all its samples, on the CPU, on rank 0; None on other ranks. Collective.
 
-    Raises `InputError` on every rank for outputs that cannot be put together by samples.
+    steps   this rank's parts of each batch
+    select  as of `Engine.predict`
+    Raises `InputError` on every rank for outputs whose first dim is not samples.
     """
     for parts in steps:
         outputs = [_micro_batch(state, part, select) for part in parts]
@@ -41,7 +43,7 @@ def predict(state: RankState, steps: Iterator[list[Share]], select: Callable[[An
 
 
 def _micro_batch(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> Any:
-    """Returns (leaves, structure) of a micro-batch's output on rank 0, None on other ranks. Collective."""
+    """Returns (leaves for all samples, pytree spec as text) of a micro-batch's output on rank 0, else None."""
     leaves, row = _mine(state, part, select)
     table = [row for row in gather_json(row, state.mesh.world, state.device) if row is not None]
     _check(table)  # before anything is sent: all ranks raise, or none
@@ -55,10 +57,10 @@ def _micro_batch(state: RankState, part: Share, select: Callable[[Any], Any] | N
 
 @torch.no_grad()
 def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
-    """Returns (this rank's output leaves, its row {rank, start, error, spec, leaves}); ([], None) if it sends none.
+    """Returns (this rank's output leaves, a row that describes them); ([], None) if it has none to send. Collective.
 
-    select  function of the output that picks what is returned
-    Collective: leaves that are cut are gathered.
+    The row is {"rank": global rank, "start": index of its first sample in the micro-batch, "error": why the leaves
+    cannot be sent or None, "spec": pytree spec as text, "leaves": [dtype, shape] of a tensor, or the plain value}.
     """
     forward = state.forward
     set_training(state.module, False)
@@ -69,12 +71,12 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
         if state.staged is not None and not state.staged.has_loss:
             return [], None
         leaves, spec = pytree.tree_flatten(output if select is None else select(output))
-        leaves = [plain(leaf) for leaf in leaves]  # gathers cut ones: all ranks that share samples come here
+        leaves = [plain(leaf) for leaf in leaves]  # gathers sharded leaves; all ranks with these samples join
     finally:
         set_training(state.module, True)
         forget()
         take_written(state)
-    # of the ranks that have the same samples, one sends
+    # one of the ranks with the same samples sends them; a stand-in (`count` 0) is not sent
     if state.mesh.tp.index or not state.mesh.counts or not part.count:
         return [], None
     row: dict[str, Any] = {"rank": state.mesh.rank, "start": part.start, "error": _wrong(leaves, part.count)}
@@ -90,7 +92,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
 
 
 def _wrong(leaves: list[Any], count: int) -> str | None:
-    """Returns why these output leaves cannot be joined along samples, None where they can."""
+    """Returns why these leaves are no outputs for `count` samples, None if they are."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.shape[:1] != (count,):
@@ -101,7 +103,7 @@ def _wrong(leaves: list[Any], count: int) -> str | None:
 
 
 def _check(table: list[dict]) -> None:
-    """Raise `InputError` for outputs that cannot be put together: alike on every rank, since all see the same table."""
+    """Raise `InputError` if leaves of ranks cannot be concatenated. All ranks have the same `table`, so all raise."""
     advice = (
         "predict puts outputs together by samples, their first dim: give select=, a function of the output that "
         "returns such tensors (lambda output: output.logits)"
@@ -117,7 +119,10 @@ def _check(table: list[dict]) -> None:
 
 
 def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
-    """Returns one rank's output leaves on rank 0's CPU; that rank sends them, others return [] at once."""
+    """Returns on rank 0 the leaves of the rank of `row`, on the CPU; that rank sends its `leaves`, others return [].
+
+    row  of `_mine`; plain values are taken from it
+    """
     world, source = state.mesh.world, row["rank"]
     if state.mesh.rank not in (0, source):
         return []
@@ -128,7 +133,7 @@ def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
         elif source == 0:
             brought.append(leaves[number].cpu())
         elif state.mesh.rank == source:
-            whole = leaves[number].resolve_conj().resolve_neg().contiguous()  # bytes are of values as they lie
+            whole = leaves[number].resolve_conj().resolve_neg().contiguous()  # bytes are sent, so no lazy bits
             data = whole.view(-1).view(torch.uint8)
             if data.numel():  # nothing is sent of an empty one, and nobody waits for it
                 pending.append((send(data, world, 0, TAG, number), data))  # data stays until it is sent
@@ -143,11 +148,12 @@ def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
 
 
 def _joined(outputs: list[tuple[list[Any], str]]) -> Any:
-    """Returns the output of a step, from (leaves, structure) of its micro-batches."""
+    """Returns the output for a step's samples. `outputs`: (leaves, pytree spec as text) of each micro-batch."""
     first, spec = outputs[0]
     leaves = [_put([leaves[i] for leaves, _ in outputs]) for i in range(len(first))]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
 
 
 def _put(pieces: list[Any]) -> Any:
+    """Returns tensors concatenated along samples, or the first of the (equal) plain values."""
     return torch.cat(pieces) if isinstance(pieces[0], torch.Tensor) else pieces[0]

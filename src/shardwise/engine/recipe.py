@@ -1,4 +1,4 @@
-"""The order in which a plan is applied: build, prepare blocks (recompute, compile), technique, weights into place."""
+"""Apply a plan to a task's module, in order: build, shard, wrap blocks (recompute, compile), technique, weights."""
 
 from __future__ import annotations
 
@@ -61,47 +61,61 @@ if TYPE_CHECKING:
 
 @dataclass
 class Applied:
-    """A module with its weights in place, and the technique that owns them."""
+    """The result of `apply_plan`: a module with its weights in place, and what owns and shards them.
+
+    technique    data parallelism, which owns the weights' storage
+    tensor       weights sharded over tp; experts: dealt over ep; positions: sharded dims of the batch
+    notices      lines for the user; compiled blocks add some in the first step
+    cut          the pipeline stages; staged: this rank's module, which runs its own stages
+    trained      names of all parameters that require a gradient, on any stage; frozen: of those that do not
+    order        fixed order of sums, under `deterministic`
+    chunks       wide tensors computed in chunks of positions, under `position_chunks`
+    marks        name of a parameter -> attributes that a user has set on it
+    read         name of a frozen weight that comes from a file -> digest of its value
+    activations  what moves blocks' saved tensors; shards: the file in which weights lie; both under `offload`
+    A field is None if the plan has no such axis or option.
+    """
 
     module: nn.Module
     technique: DataParallel
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
-    positions: Positions | None = None  # where the plan cuts a sequence or space
+    positions: Positions | None = None
     notices: list[str] = field(default_factory=list)
-    cut: StagePlacement | None = None  # where the plan has pipeline stages
+    cut: StagePlacement | None = None
     staged: StagedModule | None = None
-    trained: list[str] = field(default_factory=list)  # names of all parameters that get a gradient, on any stage
+    trained: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
-    order: FixedOrder | None = None  # where the plan is deterministic
-    chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
-    marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # attributes that a user has put on parameters
-    read: dict[str, str] = field(default_factory=dict)  # digests of frozen weights that come from files
-    activations: Activations | None = None  # where they move, where the plan says so
-    shards: ShardFile | None = None  # in which weights lie, where the plan says so
+    order: FixedOrder | None = None
+    chunks: Chunks | None = None
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    read: dict[str, str] = field(default_factory=dict)
+    activations: Activations | None = None
+    shards: ShardFile | None = None
 
 
 def apply_plan(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None,
     enclosed: Collection[str] = (),
 ) -> Applied:  # fmt: skip
-    """Returns the task's module with its weights in place, spread as the plan says. Collective.
+    """Returns the task's module with its weights in place, sharded as the plan says. Collective.
 
-    few       samples from which cuts are derived, the same on every rank; without them the task's are read
-    samples   how many those are, where not every tensor counts them
-    enclosed  paths of blocks that are no units of zero=3, whose parameters belong to the unit around them, and of
-              parameters that it holds whole
+    few       batch of a few samples from which cuts are derived, the same on every rank; None: read from the task
+    samples   number of samples in `few`, if not all of its tensors have a batch dim; None: taken from its tensors
+    enclosed  paths of blocks that zero=3 does not make FSDP2 units, so that their parameters belong to the unit around
+              them, and of parameters that it does not shard
 
-    Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
+    Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this plan cannot run.
     """
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
     refuse_conversions(module)
-    # before FSDP2 and masters put others in their places, which an optimizer may ask for them
+    # before FSDP2 and masters replace the parameters, since an optimizer may read attributes that users set on them
     marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
     few, notices = _made_fit(task, plan, mesh, precision, built, few)
-    with refusing_others(partial(own_collective, plan)):  # which one rank, that searches for all, would wait in
+    # a collective of the module's own would hang in a forward that rank 0 alone runs, to derive cuts for all
+    with refusing_others(partial(own_collective, plan)):
         spread = spread_module(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
@@ -109,7 +123,8 @@ def apply_plan(
     if not _get_current_dispatch_mode_stack():  # a rehearsal reads nothing
         value_of = noting_digests(value_of, built.stored() & {*frozen}, read)
     value_of = spread.local_values(value_of)
-    nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
+    # if ranks may take different branches, a block inside a block would be a unit that some ranks do not gather
+    nested = task.branches == "same"
     blocks = blocks_of(module, plan.wrap, nested=nested)
     trained = [name for name, _ in trainable(module)]
     cut = _cut_stages(task, plan, mesh, precision, built, blocks, spread)
@@ -136,8 +151,8 @@ def apply_plan(
         # experts in a list are dealt, and nothing of them is gathered
         listed = {member for stack in spread.stacks for member in stack.members}
         units = [path for path in blocks.paths if path not in enclosed and path not in listed]
-        # Whole on every rank: what the forward writes, and what modules keep in lists or objects of their own, where
-        # FSDP2 would put no gathered weight.
+        # Not sharded: parameters that the forward writes, and those that modules keep in lists or objects of their
+        # own, where FSDP2 would not put the gathered weight.
         kept = {name for name, _ in module.named_parameters() if name in enclosed} | held_beside(module)
         kept -= absent
         technique, moved = _full_shard(
@@ -163,21 +178,22 @@ def apply_plan(
 def _made_fit(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any
 ) -> tuple[Any, list[str]]:
-    """Returns (the few samples, read where the plan needs some; notices), the module changed to one a plan can hold.
+    """Changes the module into one that plans can run; returns (`few`, read from the task if needed; notices).
 
-    Parameters that a forward replaces become buffers, complex ones pairs, sparse gradients dense. Collective.
+    Parameters that a forward replaces become buffers, complex parameters real ones with a last dim of 2, and sparse
+    gradients dense. Returns None for `few` if nobody needs it. Collective.
     """
     module = built.module
     notices = [built.notice] if built.notice else told_of_drawn(built)
     refuse(module, plan)
     refuse_scripted(module, plan)
-    # Found by names alone, at no cost; whether it does takes a forward.
+    # A cheap look at the code's names; whether a forward does replace parameters, `hold_replaced` finds by running it.
     replaces = may_replace(module) and (few is not None or has_samples(task))
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
         few = few_samples(task, plan, mesh.world, mesh.device)
         few = looked_at(few, plan, plan.data_ranks, IN_WHOLE in mesh.found)
     notices += hold_replaced(task, precision, built, few) if replaces else []
-    # Before cuts are looked for: shards, shares and messages are of real numbers.
+    # Before cuts are derived, since shards and messages hold real numbers.
     built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
@@ -187,7 +203,7 @@ def _made_fit(
 def _cut_stages(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks, spread: ModuleSpread
 ) -> StagePlacement | None:
-    """Returns the pipeline stages, experts' modules undivided; None for a plan without. Collective."""
+    """Returns the pipeline stages, none of which begins inside a module of experts; None without pp. Collective."""
     if plan.pp <= 1:
         return None
     from shardwise.engine.cutting import cut_module
@@ -198,30 +214,32 @@ def _cut_stages(
 
 
 def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: ModuleSpread) -> Chunks | None:
-    """Let wide products of the blocks wait, to be computed in chunks of positions; returns their counts, or None."""
+    """Makes the blocks compute wide tensors in chunks of positions; returns counters of that, None if not asked for."""
     if plan.position_chunks <= 1:
         return None
     chunks = Chunks(plan.position_chunks)
     stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
-    # before recompute and compile, which wrap the forwards as they are then
+    # Called before recompute and compile, which wrap the forwards as they are then. Experts exchange tokens with other
+    # ranks, so they are given computed tensors.
     sending = [stack.path for stack in stacks]
     chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending, recomputed=plan.remat != "none")
     return chunks
 
 
 def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
+    """Returns the order of sums over pieces of a batch, under `deterministic`; else None."""
     if not plan.deterministic:
         return None
     return FixedOrder(BatchPieces(plan.deterministic, plan.accumulate, plan.data_ranks), mesh.data)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) of each parameter that gets a gradient, a tied one once."""
+    """Returns (name, parameter) of each parameter that requires a gradient, a tied one once."""
     return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
 
 
 def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[str]:
-    """Returns a notice for each dtype, of the author's choice, in which the plan does not hold the module."""
+    """Returns a notice for each dtype of parameters, but float32, that the plan replaces by its masters' dtype."""
     numbers = (param.dtype for param in module.parameters() if param.is_floating_point() or param.is_complex())
     built = {dtype.to_real() for dtype in numbers}
     return [
@@ -231,11 +249,11 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 
 
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) -> None:
-    """Let each block be recomputed and compiled, as the plan says.
+    """Wraps the forward of each block for recompute and compile, as the plan says.
 
-    Where weights or positions are cut, recompute is around the compiled forward; else it is compiled with it.
+    If weights or positions are sharded, recompute wraps the compiled forward; else it is compiled too.
 
-    notices  gets a line for blocks that are not compiled, now or in the step that finds them so
+    notices  gets a line on blocks that stay uncompiled; compiled blocks may add to it in the first step
     """
     eager: dict[str, str] = {}
     cut = plan.tp > 1 or plan.cut_positions > 1
@@ -255,16 +273,17 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) 
 
 
 def _compiled(block: nn.Module, path: str) -> Callable[..., Any]:
-    """Returns a block's forward, compiled; it runs uncompiled where a dispatch mode is on.
+    """Returns the compiled forward of a block, which runs uncompiled while a dispatch mode is on.
 
-    The compiler would skip it there (a look at a few samples), and then for good. What it cannot compile for sizes that
-    vary (a stack of blocks on several grids) is compiled for each size. `RefusedPlan` where that fails too.
+    If the compiler fails on dynamic sizes (blocks on several grids), the forward is compiled once more, for each size.
+    It raises `RefusedPlan` if that fails too. `path`: of the block, for the message.
     """
     forward = block.forward
     ways = [torch.compile(forward, options=OPTIONS, dynamic=dynamic) for dynamic in (None, False)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _get_current_dispatch_mode_stack():  # the compiler would skip the block for good
+        # under a mode (the look at a few samples) the compiler would skip the block, then and in all later calls
+        if _get_current_dispatch_mode_stack():
             return forward(*args, **kwargs)
         written = [buffer._version for buffer in block.buffers()]
         try:
@@ -281,7 +300,7 @@ def _compiled(block: nn.Module, path: str) -> Callable[..., Any]:
 
 
 def _compile_cut(block: nn.Module, path: str, blocks: Blocks, notices: list[str]) -> str:
-    """Compile a block whose weights may be cut; returns why it is left uncompiled, "" where it is compiled."""
+    """Compiles a block for shards of weights or positions; returns why it stays uncompiled, "" if it is compiled."""
     if any(other.startswith(f"{path}.") for other in blocks.paths):
         return "there are blocks inside it, which are compiled"
     reason = why_eager(block)
@@ -291,7 +310,7 @@ def _compile_cut(block: nn.Module, path: str, blocks: Blocks, notices: list[str]
 
 
 def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
-    """Returns a notice for each option of blocks that is set where the module has none."""
+    """Returns a notice for each option of the plan that acts on blocks (remat, compile), if the module has none."""
     asked = {"remat": plan.remat != "none", "compile": plan.compile}
     return [
         f"{name} has no effect: no repeated blocks were found in the module"
@@ -303,7 +322,7 @@ def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
 def _check_memory(
     module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: set[str], positions: Positions | None
 ) -> None:
-    """Raise, before anything is allocated, where weights or masks of cut positions do not fit on the device."""
+    """Raises, before anything is allocated, if weights or attention masks do not fit into the device's memory."""
     check_room(module, plan, mesh, precision, absent)
     if positions is not None:
         check_masks(positions, mesh.device, mesh.world.size)
@@ -314,9 +333,13 @@ def _full_shard(
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
     elsewhere: Callable[[list[list[torch.Tensor]]], ShardFile | None] | None, *, host: bool,
 ) -> tuple[DataParallel, ShardFile | None]:  # fmt: skip
-    """Returns (the technique of zero=3, the file in which its shards lie, None where they lie in memory).
+    """Returns (the technique of zero=3, the file in which its shards lie or None if they lie in memory).
 
-    Units of FSDP2, and beside them experts and the parameters `kept` whole.
+    paths      of the FSDP2 units
+    absent     names of parameters that only other pipeline stages hold;  frozen  of those without a gradient
+    experts    dealt over ep; they and the parameters `kept` are not sharded by FSDP2
+    elsewhere  function that puts shards into a file (`shards_elsewhere`), or None
+    host       whether shards lie in the host's memory
     """
     spread = set(experts.dealt) - absent if experts is not None else set()
     other = absent | spread | kept
@@ -329,7 +352,7 @@ def _full_shard(
     fill_only(module, spread | kept, frozen, value_of, precision.compute, mesh.device)
     if kept:
         named = [(name, param) for name, param in trainable(module) if name not in spread]
-        # Their gradients and optimizer state still lie in pieces, as under zero=2.
+        # Their gradients and optimizer state are sharded all the same, as under zero=2.
         whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision,
                      stage=PER_MICROBATCH, order=order, pairs=pairs_in(module))  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
@@ -346,7 +369,10 @@ def _whole_module(
     module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str],
     order: FixedOrder | None, value_of: ValueOf,
 ) -> DataParallel:  # fmt: skip
-    """Returns the technique that leaves weights whole on every rank, but for experts: replicas or flat pieces."""
+    """Gives the module unsharded weights (experts: this rank's), and returns the technique that owns them.
+
+    That is replicas, or flat pieces under zero=1 and 2. absent: names of parameters that only other stages hold.
+    """
     fill_parameters(module, value_of, precision.compute, mesh.device, absent)
     spread = set(experts.dealt) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
@@ -358,7 +384,7 @@ def _whole_module(
         technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
         technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.sharded)
-    if precision.mixed:  # from the values again, since the module's weights were rounded
+    if precision.mixed:  # masters are set from the initial values, since the module's weights are rounded
         for index, (name, _) in enumerate(trainable(module)):
             technique.load_masters(index, value_of(name).to(mesh.device))
     return technique
@@ -367,7 +393,10 @@ def _whole_module(
 def _with_experts(
     module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: ZeroStage
 ) -> WithExperts:
-    """Returns a technique of two: `rest`, and one for the experts in `spread`, over ranks that hold the same ones."""
+    """Returns a technique that combines `rest` with one for the experts' weights named in `spread`.
+
+    The latter reduces over the ranks that hold the same experts only. stage: what ZeRO shards of them.
+    """
     named = [(name, param) for name, param in trainable(module) if name in spread]
     pairs = pairs_in(module)
     technique: DataParallel

@@ -1,4 +1,4 @@
-"""Which modules no plan can hold, or not this one: sparse, scripted, on shared memory, complex in 16 bits."""
+"""Refuse modules that no plan, or not this plan, can run: sparse, scripted, on shared memory, complex in 16 bits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shardwise.trace.stand_in import tensors_beside
 
 
 def refuse(module: nn.Module, plan: Plan) -> None:
-    """Raise `InputError` for a module without anything to train, `RefusedPlan` for one that this plan cannot hold.
+    """Raise `InputError` for a module without a trainable parameter, `RefusedPlan` for one that this plan cannot run.
 
-    That is one with sparse weights, complex ones in 16 bits, tensors on one memory, or views of weights kept.
+    That is a module with sparse weights, complex weights in 16 bits, different tensors that share memory, or an
+    attribute that is a view of a weight.
     """
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
@@ -27,17 +28,20 @@ def refuse(module: nn.Module, plan: Plan) -> None:
 
 
 def works_inside(plan: Plan) -> bool:
-    """Whether the plan shards, cuts or sends a module's weights; complex ones are then held as real pairs."""
+    """Whether the plan shards or sends weights (zero=3, tp, pp, ep), so that complex ones are held as real pairs."""
     return plan.sharded.weights or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
 
 
 def scripted(module: nn.Module) -> str | None:
-    """Returns the path of a module that `torch.jit.script` or `trace` made, None where there is none."""
+    """Returns the path of the first submodule that `torch.jit.script` or `trace` made, None without one."""
     return next((path for path, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)), None)
 
 
 def refuse_scripted(module: nn.Module, plan: Plan) -> None:
-    """Raise `RefusedPlan` for a `torch.jit` module where the plan must change forwards (tp, pp, ep, zero=3, remat)."""
+    """Raise `RefusedPlan` if the module contains a `torch.jit` one and the plan changes forwards.
+
+    Those are tp, pp, ep, zero=3 and remat.
+    """
     path = scripted(module)
     # Replicas, zero=1 and 2 touch weights and gradients alone.
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
@@ -50,7 +54,10 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
 
 
 def own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
-    """Returns the refusal of a forward with collectives of its own, where ranks run parts of it or the same samples."""
+    """Returns the refusal of a forward that issues a collective itself, under a plan whose ranks run parts of it.
+
+    op     the collective's name;  place  the line of code that issues it
+    """
     return RefusedPlan(
         f"the forward issues a collective itself ({op} at {place}), for which every rank must run all of it on samples "
         f"of its own: under {plan} ranks run parts of it, or parts of the same samples. Use data ranks alone "
@@ -82,7 +89,10 @@ def _refuse_complex(module: nn.Module, plan: Plan) -> None:
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:
-    """Raise `RefusedPlan` for two tensors on one memory: in one process training one changes the other."""
+    """Raise `RefusedPlan` for two tensors, one of them trained, that overlap in memory without being one tensor.
+
+    In one process training one changes the other; ranks hold them apart.
+    """
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
@@ -103,10 +113,11 @@ def _refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _refuse_views_beside(module: nn.Module) -> None:
-    """Raise `RefusedPlan` for a view of a parameter that the constructor keeps: ranks hold the weight anew, not it.
+    """Raise `RefusedPlan` for a view of a parameter that the constructor stores outside the module's parameters.
 
-    What a forward or a hook before it makes again, as spectral norm by hooks does, is no such view. A view of a frozen
-    weight that is an attribute is given its values as a buffer is.
+    Ranks replace the parameter by a new tensor, which the view would not follow. Allowed are an attribute that the
+    forward, or a pre-forward hook (spectral norm), assigns again, and one that views a frozen weight, since it gets
+    its values as a buffer does.
     """
     params = {id(param): (name, param) for name, param in module.named_parameters()}
     memories = {
@@ -124,7 +135,7 @@ def _refuse_views_beside(module: nn.Module) -> None:
             continue
         if made_again is None:
             made_again = {key for code in codes_of_forward(module) for key in assigned_names(code)}
-        # an attribute that the forward assigns is a new view by then; of closures and globals (None) none can tell
+        # an attribute that the forward assigns is a new view by then; of closures and globals (None) that is unknown
         if child is None or key not in made_again:
             raise RefusedPlan(
                 f"'{where}' keeps a view of the parameter '{name}', made before the first forward: in one process it "
@@ -134,7 +145,7 @@ def _refuse_views_beside(module: nn.Module) -> None:
 
 
 def make_gradients_dense(module: nn.Module) -> None:
-    """Make embeddings with sparse gradients give dense ones of the same values, as buckets and shards need."""
+    """Sets `sparse=False` on all embeddings, since gradient buckets and shards are dense; the values are the same."""
     for child in module.modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             child.sparse = False

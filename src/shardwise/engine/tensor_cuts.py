@@ -26,11 +26,12 @@ def cut_tensors(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any,
     dealt: frozenset[str] = frozenset(),
 ) -> TensorParallel:  # fmt: skip
-    """Returns the cuts of the plan's tp axis, found by rank 0 for all. `batch`: a few samples. Collective.
+    """Returns which weights the plan's tp axis shards, and how; rank 0 derives that and sends it to all. Collective.
 
-    dealt  stacked weights whose experts ep deals: tp cuts the inside of each
+    batch  a few samples
+    dealt  names of stacked experts' weights whose dim 0 ep shards, so that tp shards another dim
 
-    Raises `RefusedPlan` where nothing can be cut, with the reasons.
+    Raises `RefusedPlan`, with the reasons, if no weight can be sharded.
     """
 
     def derived() -> Any:
@@ -44,12 +45,14 @@ def derive_cuts(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Returns the cuts of each parameter over `plan.tp` ranks, derived from a few samples. Needs no process group.
+    """Returns how each parameter is sharded over `plan.tp` ranks, from a forward of a few samples without values.
 
-    followed  what earlier calls for this task and precision found, whatever the degree; grows
-    dealt     stacked weights whose experts ep deals: tp cuts the inside of each
-    Raises `RefusedPlan` where nothing can be cut, or the forward cannot be followed; `InputError` where one process
-    fails too.
+    batch     a few samples
+    followed  a cache of recorded forwards for this task and precision, at any degree of tp, which the call extends
+    dealt     names of stacked experts' weights whose dim 0 ep shards, so that tp shards another dim
+
+    Needs no process group. Raises `RefusedPlan` if no weight can be sharded or the forward cannot be recorded,
+    `InputError` if one process fails too.
     """
     try:
         derived = find_cuts(
@@ -72,7 +75,7 @@ def derive_cuts(
         )
         raise blame(error, what, task, precision, built.module, batch) from error
     if not derived.cuts:
-        # one weight for each reason, the first by name: all weights of a model may have the same
+        # one weight for each reason, the first by name, since all weights of a model may have the same reason
         first = {reason: name for name, reason in sorted(derived.whole.items(), reverse=True) if reason}
         reasons = [f"'{name}': {reason}" for reason, name in sorted(first.items(), key=lambda item: item[1])]
         raise RefusedPlan(
@@ -82,11 +85,16 @@ def derive_cuts(
 
 
 def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns (a dict for each parameter, a dict of totals) of a plan's cuts of weights, without ranks, for display.
+    """Returns (rows, totals) on how a plan's tp shards weights, for display. Needs no ranks.
+
+    rows    for each parameter {"parameter", "shape", "cut": role or None, "dim", "ranks": indices of the dim on each
+            rank, "family": of weights that are sharded together, "whole_because": reason if it is not sharded}
+    totals  {"elements", "cut_elements", "samples": in the recorded forward, "collectives": rows of the ledger,
+            "received_bytes_per_sample"}
 
     Raises `InputError` for a plan without tp, and as `derive_cuts` does.
     """
-    # an empty table would read as if nothing could be cut
+    # an empty table would read as if no weight could be sharded
     if plan.tp == 1:
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")
     sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""From a plan's `offload` to a rank's `StateTiers`: what is refused, what moves and where. Made by `parallelize`.
+"""Set up a plan's `offload`, `optimizer_state` and `masters`: refusals, and a rank's `StateTiers`.
 
-An optimizer is tried, not recognised: on small tensors, sub-group by sub-group, it must give the same bits as at once.
-Then a copy of it takes a step on zeros for each kind of parameter, which tells what it keeps of one.
+An optimizer is tried, not recognised. On small tensors, stepped one sub-group of parameters after another, it must give
+the same bits as in one step. Then a copy of it takes a step on zeros for each kind of parameter, to see its state.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from shardwise.tiers.subgroups import Path, Spec
 
 
 def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | None:
-    """Returns the tiers of the optimizer's state between steps, as the plan says; None where all of it stays here.
+    """Returns what moves and codes the optimizer's state between steps; None if the plan asks for neither.
 
-    makes   what makes such an optimizer, by which it is tried; one for each of the settings that its groups have
-    Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
+    makes   functions that make such an optimizer over given groups, by which it is tried; one for each setting
+    Raises `RefusedPlan` for an optimizer whose state cannot be moved or coded, and a tier without room. Collective.
     """
     state.notices += _op_by_op(state)
     placed, narrow = _moving(state), _narrow(state)
     as_made = state.plan.gradients == "as_made"
     if as_made:
         _refuse_as_made(state)
-    # nothing moves, is coded or used early; and no weights lie in a file, or owners update whole tensors, in memory
+    # no state moves or is coded, and no weight is updated within backward or lies in a file (owners' masters never do)
     if not placed and not narrow and not as_made and (state.shards is None or state.owners is not None):
         _check_host(state, ())
         return None
     _refuse(state, placed, makes)
     with torch.random.fork_rng(devices=[]):
         units = _units(state, kept=bool(placed) or state.plan.optimizer_state != "full")
-    if placed or narrow:  # what the plan says, so that all ranks come to it
+    if placed or narrow:  # depends on the plan alone, so that all ranks join the collective
         _refuse_nothing(state, units)
     placed_groups: list[tuple[Place, list[Subgroup]]] = []
     dealt = rules.dealt(units, placed)
@@ -70,19 +70,19 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
         groups = rules.grouped(part)
         if groups:
             placed_groups.append((_place(placement, groups, state), groups))
-        elif units:  # else this rank updates nothing: there are fewer weights, or elements, than ranks
+        elif units:  # a rank without units updates nothing, since there are fewer elements than ranks
             state.notices.append(_nothing_moves(placement, units, state))
     left = units[sum(map(len, dealt)) :]
-    # whose state stays steps by sub-groups too, where it is coded or few of the weights are here at once
+    # the rest steps by sub-groups too if its state is coded, or if not all weights are in memory at once
     if stays := [unit for unit in map(_staying, left) if unit.size or unit.weights]:
         groups = rules.grouped(stays)
         placed_groups.append((DeviceMemory(groups, state.device) if narrow else Place(), groups))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
-    # a script's optimizer may be given others later, which lie in the same masters
+    # a script may later give its optimizer parameters that are views of the same masters
     known = {*params}
     params += [slot.master for slot in state.technique.slots if slot.master not in known]
     rounds = state.owners is None
-    # no cycle: an engine that is dropped gives the file's room back at once
+    # a weak reference, without which a cycle would keep the file until garbage is collected
     technique = proxy(state.technique)
     return StateTiers(
         state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds,
@@ -92,7 +92,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
 
 
 def _op_by_op(state: RankState) -> list[str]:
-    """Returns [a notice] where the host's processor updates weights op by op, and torch has a fused kernel; else []."""
+    """Returns [a notice] if the CPU updates weights op by op though the optimizer has a fused kernel, else []."""
     if not weights_on_host(state.plan.offload) or getattr(state.optimizer, "defaults", {}).get("fused", True):
         return []
     return [
@@ -102,39 +102,43 @@ def _op_by_op(state: RankState) -> list[str]:
 
 
 def _moving(state: RankState) -> tuple[Placement, ...]:
-    """Returns the plan's placements of optimizer state that move it: none to the host where weights lie there."""
+    """Returns the plan's placements of optimizer state, but those to the host if weights lie on the host already."""
     beside = weights_on_host(state.plan.offload)
     placed = placements(state.plan.offload, "optimizer")
     return tuple(placement for placement in placed if not (beside and placement.tier == "host"))
 
 
 def _narrow(state: RankState) -> str:
-    """Returns the plan's keys of state that rests in fewer bytes, as "optimizer_state=int8"; "" where it has none."""
+    """Returns the plan's options that code state between steps, as "optimizer_state=8bit,masters=split"; else ""."""
     keys = ("optimizer_state", "masters")
     return ",".join(f"{key}={getattr(state.plan, key)}" for key in keys if getattr(state.plan, key) != "full")
 
 
 def _staying(unit: Unit) -> Unit:
-    """Returns the unit for state that stays on the device: with those tensors alone that rest in a code."""
+    """Returns a copy of a unit that stays on the device, with only those tensors that are coded between steps."""
     states = [{path: spec for path, spec in state.items() if spec.codec is not None} for state in unit.states]
     coded = unit.master is not None and unit.master.codec is not None
     return replace(unit, states=states, master=unit.master if coded else None, wide=unit.wide if coded else None)
 
 
 def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
-    """Returns a function from a parameter and a path of its state to this step's draws for its elements."""
+    """Returns a function from (parameter, path of a state tensor) to random bits for that tensor's elements.
+
+    The bits round the tensor's values in this step (`tiers.narrow.Draw`). They depend on each element's place in the
+    unsharded parameter, so that all ranks and shards round alike.
+    """
     state = proxy(state)
     index_of = {name: index for index, name in enumerate(state.names)}
     select = getattr(state.technique, "select", None)
     held = [(slot.name, slot.master, slot.shape) for slot in state.technique.slots]
-    # owners update whole tensors: there is no piece to select
+    # owners update unsharded tensors, of which there is no piece to select
     if state.owners is not None:
         held = [(state.names[index], master, master.shape) for index, master in state.owners.masters.items()]
         select = None
     where: dict[int, tuple[str, torch.Tensor]] = {}
     for name, master, shape in held:
         whole = torch.empty(shape, device="meta")
-        # an element's draw follows from its place in the whole tensor, so a piece has to know where it lies
+        # `piece` is a meta view of `whole`, whose offset and strides say where each element lies in it
         where[id(master)] = name, whole if select is None else select(index_of[name], whole, state.mesh.shard.index)
 
     def draws(param: nn.Parameter, path: Path) -> Draw:
@@ -146,20 +150,23 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
 
 
 def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
-    """Raises `RefusedPlan` for an optimizer or a device with which state cannot lie there or rest narrowly."""
+    """Raises `RefusedPlan` for an optimizer or a device with which state cannot be moved or coded.
+
+    placed  where state moves;  makes  as of `make_tier`
+    """
     offload = f"offload={state.plan.offload}" if placed or state.shards else ""
     as_made = "gradients=as_made" if state.plan.gradients == "as_made" else ""
     text = ",".join(filter(None, [offload, _narrow(state), as_made]))
     # on a CPU the host's memory is the device's: nothing would be spared
     if not places.has_own_memory(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
-    # such an optimizer changes weights on a switch, outside of a step, when its state would have to be there
+    # a schedule-free optimizer needs its state on a switch to evaluation, outside of a step
     if has_mode(state.optimizer) and not on_host(state.device):
         raise RefusedPlan(
             f"{text}: {type(state.optimizer).__name__} is switched between training and evaluation, which changes "
             "weights by state that would lie elsewhere: leave optimizer out of offload"
         )
-    # which codes are right is tried with state on the device
+    # codes were tried with state on the device only
     if _narrow(state) and weights_on_host(state.plan.offload):
         raise RefusedPlan(
             f"{text}: state lies beside weights on the host, where codes were not tried: leave {_narrow(state)} out"
@@ -168,7 +175,7 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
         _refuse_split(state, placed)
     slots = state.technique.slots
     shapes, numbers = [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
-    # sub-groups step one after the other: the optimizer must give the same bits so
+    # the optimizer must give the same bits if it steps over sub-groups one after another
     alike = not state.needs_closure and all(same_by_subgroups(make, shapes, numbers) for make in makes)
     if not alike:
         raise RefusedPlan(
@@ -180,12 +187,12 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
 
 
 def _may_take_back(state: RankState) -> bool:
-    """Whether a step may be repeated or left out when the norm of its gradients is known, some of them used before."""
+    """Whether a step may have to be undone, since gradients are used before their norm is known (clip, skip)."""
     return state.plan.gradients == "as_made" and (state.clip_norm is not None or state.on_nonfinite == "skip")
 
 
 def _refuse_as_made(state: RankState) -> None:
-    """Raise `RefusedPlan` where weights cannot be updated within backward, gradient by gradient."""
+    """Raise `RefusedPlan` if `gradients=as_made` (weights are updated within backward) is not possible here."""
     if _may_take_back(state) and placements(state.plan.offload, "optimizer") != (Placement("optimizer", "disk"),):
         late = "clip_norm" if state.clip_norm is not None else 'on_nonfinite="skip"'
         raise RefusedPlan(
@@ -205,7 +212,7 @@ def _refuse_as_made(state: RankState) -> None:
 
 
 def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
-    """Raise `RefusedPlan` where masters cannot be split into a weight and the bits that it lacks."""
+    """Raise `RefusedPlan` if masters cannot be split into the bf16 weight and the bits that it lacks."""
     if state.owners is not None:
         why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, beside all ranks' pieces"
     elif state.written:
@@ -220,7 +227,7 @@ def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
 
 
 def _refuse_nothing(state: RankState, units: Sequence[Unit]) -> None:
-    """Raise `RefusedPlan` where a key of the plan would change nothing on any rank. Collective."""
+    """Raise `RefusedPlan` if an option (offload, optimizer_state, masters) has no effect on any rank. Collective."""
     name, plan = type(state.optimizer).__name__, state.plan
     codecs = [spec.codec for unit in units for spec in unit.specs]
     mine = [bool(codecs), any(codec not in (None, HALVES) for codec in codecs), HALVES in codecs]
@@ -241,15 +248,15 @@ def _refuse_nothing(state: RankState, units: Sequence[Unit]) -> None:
 
 
 def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit]]]) -> None:
-    """Raise `RefusedPlan` where ranks of a host will allocate more of its memory than is free. Collective.
+    """Raise `RefusedPlan` if the ranks of a host will allocate more of its memory than is free. Collective.
 
-    dealt  what moves, by where to
+    dealt  (placement, units that move there), for each placement
     """
     needed = sum(unit.size for placement, part in dealt if placement.tier == "host" for unit in part)
     beside = weights_on_host(state.plan.offload)
-    # what an optimizer with a closure keeps is not known: trying a step on zeros needs the closure
+    # the state of an optimizer with a closure is unknown, since a trial step on zeros needs the closure
     if beside and not state.needs_closure:
-        # gradients and state come to lie beside weights, which are there
+        # gradients and state will be allocated on the host, where the weights are
         with torch.random.fork_rng(devices=[]):
             units = _units(state, kept=True)
         needed += sum(param.numel() * param.element_size() for unit in units for param in unit.params)
@@ -259,7 +266,7 @@ def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit
 
 
 def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:
-    """Returns the notice that a placement moves nothing, with the sizes that explain it."""
+    """Returns the notice that a placement moves no state, with the unit sizes that explain it."""
     largest, total = max(unit.size for unit in units), sum(unit.size for unit in units)
     return (
         f"offload={state.plan.offload}: nothing moves for {placement}: what moves together (a parameter's state, or "
@@ -269,7 +276,7 @@ def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState
 
 
 def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Place:
-    """Returns where sub-groups of state lie: the host's memory, or a file."""
+    """Allocates room for sub-groups of state, in the host's memory or a file, and returns its `Place`."""
     if placement.tier == "host":
         return HostMemory(groups, state.device)
     disk = StateFile(groups, state.mesh.rank)
@@ -278,12 +285,12 @@ def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Pl
 
 
 def _units(state: RankState, *, kept: bool) -> list[Unit]:
-    """Returns the `Unit`s that move together, in the optimizer's order: a parameter each, or a bucket's pieces.
+    """Returns `Unit`s of parameters whose state moves together, in the optimizer's order.
 
-    kept  with what the optimizer keeps of each
+    A unit is one parameter, or all pieces of one bucket's master. kept: whether units have the optimizer's state, too
     """
     split = state.plan.masters == "split"
-    # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
+    # masters on an accelerator stay, since a gradient must be on its parameter's device; split ones are coded there
     moves = state.owners is None and (on_host(state.device) or split)
     masters = state.technique.wide_masters() if moves else []
     specs = [_spec_of_master(weight, master, split) for weight, master in masters]
@@ -299,7 +306,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             wide = _master_of(param, masters)
             if wide is None or wide not in of_master:
                 units.append(Unit([], [], wide, None if wide is None else specs[wide]))
-                # a master of one number, or not dense, has no spec: it stays where it is
+                # a master of one element, or not dense, has no spec and stays where it is
                 units[-1].wide = wide if units[-1].master is not None else None
                 if wide is not None:
                     of_master[wide] = units[-1]
@@ -307,14 +314,14 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             unit.params.append(param)
             unit.states.append(states_by_kind[kind])
             lies_beside = state.shards is not None and state.shards.holds(param)
-            # of these few are in memory at once, so their bytes count among what a sub-group holds
+            # such weights or gradients are in memory only during their sub-group's step, so their bytes count in it
             if lies_beside or state.plan.gradients == "as_made":
                 unit.weights += param.numel() * param.element_size()
     return units
 
 
 def _coded(state: RankState, spec: Spec, param: nn.Parameter) -> Spec:
-    """Returns `spec` with the plan's code, for a real tensor of the parameter's shape; else `spec` as it is."""
+    """Returns `spec`, with the plan's codec if it is of a real tensor of the parameter's shape and gets smaller."""
     codec = CODECS.get(state.plan.optimizer_state)
     if codec is None or spec.shape != param.shape or not spec.dtype.is_floating_point:
         return spec
@@ -322,13 +329,14 @@ def _coded(state: RankState, spec: Spec, param: nn.Parameter) -> Spec:
 
 
 def _spec_of_master(weight: torch.Tensor, master: torch.Tensor, split: bool) -> Spec | None:
+    """Returns a master's `Spec`, or None if it stays; coded by `HALVES` if `split` and it is float32 beside bf16."""
     spec = rules.spec_of(master)
     fits = weight.dtype == torch.bfloat16 and master.dtype == torch.float32 and weight.stride() == master.stride()
     return spec.narrowed(HALVES) if spec is not None and split and fits else spec
 
 
 def _master_of(param: nn.Parameter, masters: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int | None:
-    """Returns the number of the wide master that a parameter is, or is a view of; None without one."""
+    """Returns the index, among (weight, master) pairs, of the master that `param` is or views; None without one."""
     for number, (_, master) in enumerate(masters):
         start = master.data_ptr()
         if param.numel() and start <= param.data_ptr() < start + master.numel() * master.element_size():

@@ -1,9 +1,9 @@
-"""Write a safetensors file tensor by tensor, so that nobody holds a whole model in order to write it.
+"""Write a safetensors file tensor by tensor, so that no process must hold the whole model.
 
     file   8 bytes: length of the header | header: JSON, name -> dtype, shape, [begin, end) | spaces | tensors
 
-The header stands first and is known last: room is kept for it, by the number and length of the names, and what it does
-not need is filled with spaces, as the format allows.
+The header comes first in the file but is complete only at the end. Room for it is reserved from the number and length
+of the names, and the rest of the room is filled with spaces, as the format allows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _BLOCK = 2**26  # bytes that are written at once
 
 
 def dtype_code(key: str, dtype: torch.dtype) -> str:
-    """Returns a dtype's name in a safetensors file. `RefusedPlan` for one without."""
+    """Returns a dtype's name in a safetensors file ("F32"); `RefusedPlan`, naming the tensor `key`, without one."""
     if dtype not in _CODES:
         raise RefusedPlan(f"'{key}' has dtype {dtype}, which the files of weights and checkpoints have no name for")
     return _CODES[dtype]
 
 
 class WeightsFile:
-    """A file of weights that grows by `add`, under another name until `publish`."""
+    """A safetensors file that `add` extends, under the name `path`.partial until `publish` renames it to `path`."""
 
     def __init__(self, path: Path, names: Collection[str]) -> None:
-        """`names`: all that will be added, for which the header is to have room."""
+        """Opens the file and reserves room for the header. `names`: of all tensors that will be added."""
         self.path, self._partial = path, Path(f"{path}.partial")
         self._room = sum(_ENTRY + len(json.dumps(name)) for name in names) + 2 * _ENTRY
         self._room += -self._room % 8  # the tensors begin at a whole number of 8 bytes, as readers map them
@@ -51,7 +51,7 @@ class WeightsFile:
         self._file.seek(8 + self._room)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor, of which nothing is kept. Raises `RefusedPlan` for a dtype without a code, else OSError."""
+        """Appends a tensor to the file. Raises `RefusedPlan` for a dtype that the format lacks, or OSError."""
         begin, self._end = self._end, self._end + tensor.nbytes
         entry = {"dtype": dtype_code(name, tensor.dtype), "shape": [*tensor.shape]}
         self._entries[name] = entry | {"data_offsets": [begin, self._end]}
@@ -61,7 +61,10 @@ class WeightsFile:
             self._file.write(block.cpu().contiguous().view(torch.uint8).numpy().data)
 
     def publish(self, metadata: dict[str, str]) -> None:
-        """Write the header and give the file its name, in one move: nobody reads half of a file."""
+        """Writes the header and renames the file to `path`, so that nobody reads an incomplete file.
+
+        metadata  of the header's `__metadata__`
+        """
         header = {"__metadata__": dict(sorted(metadata.items()))} | self._entries
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         assert len(text) <= self._room, "the header is larger than what was kept for it"
@@ -71,7 +74,7 @@ class WeightsFile:
         self._partial.replace(self.path)
 
     def discard(self) -> None:
-        """Take the unfinished file away: half of the weights help nobody, and take the space that is left."""
+        """Deletes the unfinished file."""
         with suppress(OSError):  # what was still to be flushed has no room either
             self._file.close()
         self._partial.unlink(missing_ok=True)

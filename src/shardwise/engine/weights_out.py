@@ -1,4 +1,4 @@
-"""Whole weights out of a running plan, as tensors or a file (training/loop, scripts/weight_access); a rank's bytes."""
+"""Gather unsharded weights of a running plan, as tensors or a file, and count the bytes that a rank holds."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from shardwise.tiers.activations import memory_of
 
 
 def state_dict(state: RankState) -> dict[str, torch.Tensor]:
-    """Returns {the module's own name: whole tensor on the CPU} of parameters and persistent buffers. Collective."""
+    """Returns {name in the module's state dict: unsharded tensor on the CPU}, of parameters and persistent buffers.
+
+    Collective.
+    """
     made = {name: value.cpu().clone() for name, value in _named_weights(state)}
     return {name: made[name] for name in state.module.state_dict(keep_vars=True) if name in made}
 
 
 def _named_weights(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name in the module's state dict, whole tensor), one tensor at a time. Collective.
+    """Yields (name in the module's state dict, unsharded tensor), one tensor at a time. Collective.
 
-    A tied weight has several names there, and one among the parameters; a buffer may be left out of it.
+    A tied weight is yielded under each of its names; a buffer that is not persistent is left out.
     """
     by_identity = {id(param): name for name, param in state.module.named_parameters()}
     by_identity |= {id(buffer): name for name, buffer in state.module.named_buffers()}
@@ -41,20 +44,20 @@ def _named_weights(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
             later[name] = value
     for own, whole in chain(full_parameters(state), full_buffers(state)):
         for name in names.get(own, ()):
-            # what stays in `later` is no tensor of the plan
+            # `later` keeps only tensors that the plan does not know
             later.pop(name)
             yield name, whole.detach()
-    # a module that a script's forward has made since is no part of the plan, and whole
+    # parameters of a module that a script's forward has made since are not sharded
     yield from ((name, value.detach()) for name, value in later.items())
 
 
 def trained_tensors(
     state: RankState, also: Collection[str] = (), *, rank_0_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Returns whole trained parameters, and buffers, by name, on the CPU. Collective.
+    """Returns {name: unsharded tensor on the CPU} of trained parameters and buffers. Collective.
 
-    also   names of frozen ones beside them; without any, no frozen one is gathered
-    With `rank_0_only` the other ranks keep none of them and return an empty dict.
+    also         names of frozen parameters to include
+    rank_0_only  whether ranks other than 0 return {} (they take part in the gathers all the same)
     """
     keep = state.mesh.rank == 0 or not rank_0_only
     left_out = set(state.frozen_names).difference(also)
@@ -65,12 +68,12 @@ def trained_tensors(
 
 
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
-    """Write whole weights and buffers as one safetensors file, by rank 0, and publish it whole. Collective.
+    """Writes unsharded weights and buffers as one safetensors file, by rank 0; returns its path. Collective.
 
-    Its metadata has the step. Rank 0 holds one whole tensor at a time.
+    The file's metadata has the step. Rank 0 holds one unsharded tensor at a time.
 
-    spare   where they go if `path` cannot be written; the notices tell so
-    Returns where they are. Raises `RunError` on every rank where rank 0 could not write.
+    spare   path that is used instead if `path` cannot be written, with a notice; None: there is none
+    Raises `RunError` on every rank if rank 0 could not write.
     """
     failure = _write(state, Path(path))
     if failure and spare is not None:
@@ -82,16 +85,16 @@ def save_weights(state: RankState, path: str | Path, spare: str | Path | None = 
 
 
 def _write(state: RankState, path: Path) -> str:
-    """Returns why rank 0 could not write the file, empty where it did, on every rank. Collective."""
+    """Writes the file on rank 0; returns why that failed, "" if it did not, on every rank. Collective."""
     writer = _Writer(state, path) if state.mesh.rank == 0 else None
-    for name, tensor in _named_weights(state):  # to the end even if rank 0 cannot write: the others gather with it
+    for name, tensor in _named_weights(state):  # to the end even if rank 0 cannot write, since the gathers need it
         if writer is not None:
             writer.add(name, tensor)
     return of_first(lambda: "" if writer is None else writer.publish(), state.mesh.world, state.device)
 
 
 class _Writer:
-    """Rank 0's file of weights, which keeps the first error of the disk for the end."""
+    """Rank 0's file of weights; the first error of the disk stops the writing, and `publish` returns it."""
 
     def __init__(self, state: RankState, path: Path) -> None:
         self._step, self._failure = str(state.steps_done), ""
@@ -102,19 +105,20 @@ class _Writer:
         self._file = WeightsFile(path, names)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes a tensor; does nothing after an error."""
         file = self._file
         if file is not None and not self._failure:
             self._trying(lambda: file.add(name, tensor))
 
     def publish(self) -> str:
-        """Returns the error of the disk, empty where the file is in its place."""
+        """Gives the file its name; returns the first error as text, "" if the file is complete."""
         file = self._file
         if file is not None and not self._failure:
             self._trying(lambda: file.publish({"format": "pt", "step": self._step}))
         return self._failure
 
     def _trying(self, change: Callable[[], None]) -> None:
-        """Make a change of the file; where it fails, note why and drop the file."""
+        """Calls `change`; if it fails, keeps the error's text and deletes the file."""
         try:
             change()
         except (OSError, RefusedPlan) as error:
@@ -124,10 +128,10 @@ class _Writer:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer"; a GPU's peak.
+    """Returns {kind: bytes that this rank holds}, for "parameters" (with masters), "gradients", "optimizer", "peak".
 
-    What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far). "peak"
-    is None where the device does not count its bytes.
+    Offloaded tensors are not in these but in "host" and "disk" (activations: the most so far); coded state on the
+    device is in "optimizer" or "parameters". "peak" is the device's most, None if the device does not count.
     """
 
     beside = weights_on_host(state.plan.offload)
@@ -156,5 +160,6 @@ def memory(state: RankState) -> dict[str, int | None]:
         tiers["host"] = storage_bytes(filter(lies_on_host, [*parameters, *made, *tensors]))
     for tier in (state.tier, state.activations, state.shards):
         tiers.update(tier.held_bytes() if tier is not None else {})
-    coded = {name: size + tiers.pop(name, 0) for name, size in own.items()}  # what rests by a code is of these
+    # coded state on the device is counted by its tier, under the same keys
+    coded = {name: size + tiers.pop(name, 0) for name, size in own.items()}
     return {**coded, "peak": peak_bytes(state.device), **tiers}

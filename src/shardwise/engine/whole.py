@@ -1,4 +1,4 @@
-"""Put whole tensors together from ranks' shares: parameters, gradients, buffers. Collective; small ones in one go."""
+"""Gather unsharded parameters, gradients and buffers from ranks' shards. Collective; small ones share messages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of every parameter, its master where it has one, then frozen ones. Collective."""
+    """Yields (name, unsharded master weight) of trained parameters, then frozen weights alike. Collective."""
     params, names = _held_parameters(state), state.all_names + state.frozen_names
     return params if state.staged is None else to_all_stages(state.staged, params, names)
 
 
 def full_parameter(state: RankState, name: str) -> torch.Tensor:
-    """Returns one whole parameter, its master where it has one. Collective; not under a pipeline."""
+    """Returns one parameter unsharded, a trained one as its master weight. Collective; not under a pipeline."""
     if name in state.names:
         return gathered_alone(together(state, name, state.technique.full_parameter(state.names.index(name))))
     return gathered_alone(together(state, name, _used(state, {}, name, dict(state.module.named_parameters())[name])))
 
 
 def full_gradients(state: RankState) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yields (name, whole gradient, None where unused) of the step just done. Collective."""
+    """Yields (name, unsharded gradient or None if unused) of each trained parameter in the last step. Collective."""
     gatherings = (together(state, name, state.technique.full_gradient(i)) for i, name in enumerate(state.names))
     grads = zip(state.names, gathered_together(gatherings), strict=True)
     return grads if state.staged is None else to_all_stages(state.staged, grads, state.all_names)
 
 
 def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
+    """Yields (name, tensor) of every buffer, from the pipeline stage that uses it. Collective under a pipeline."""
     buffers = dict(state.module.named_buffers())
     if state.staged is None:
         yield from buffers.items()
@@ -57,9 +57,10 @@ def _born_later(staged: StagedForward, buffers: dict[str, torch.Tensor]) -> dict
 
 
 def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of this rank's stages' parameters, as their modules compute with them. Collective.
+    """Yields (name, unsharded weight) of the parameters of this rank's stages. Collective.
 
-    Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
+    These are the weights that modules compute with; `full_parameters` gives the masters, which are other tensors under
+    zero=1 and 2 and in mixed precision.
     """
     here = {*state.names, *state.held_frozen}  # the others stand in for weights of other stages
     used = [(name, param) for name, param in state.module.named_parameters() if name in here]
@@ -69,9 +70,9 @@ def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of each buffer whose values one process would have too: those of this rank's stages.
+    """Yields (name, tensor) of each buffer of which this rank has one process's values; nothing is sent.
 
-    Under a pipeline that is one rank for each, and only buffers that the constructor made count.
+    Under a pipeline each buffer that the constructor made is yielded by one stage's ranks only.
     """
     for name, buffer in state.module.named_buffers():
         if state.staged is None or state.staged.cut.buffers.get(name) == state.staged.axis.index:
@@ -79,35 +80,41 @@ def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of trained parameters, and of frozen ones that ranks hold pieces of. Collective."""
+    """Yields (name, unsharded tensor) of the parameters of this rank's stages, trained ones first. Collective."""
     gatherings = {name: state.technique.full_parameter(index) for index, name in enumerate(state.names)}
     for name, param in state.module.named_parameters():
-        if name in state.held_frozen:  # a forward may have thawed it since
+        if name in state.held_frozen:  # by name, since a forward may have set `requires_grad` since
             gatherings[name] = _used(state, {}, name, param)
     wholes = gathered_together(together(state, name, piece) for name, piece in gatherings.items())
     return zip(gatherings, wholes, strict=True)
 
 
 def _used(state: RankState, index_of: dict[str, int], name: str, param: Any) -> Gathering:
-    """Returns a parameter as the module computes with it: FSDP2's shards are gathered, others are as they are."""
+    """Returns the gathering of a parameter as the module computes with it; only FSDP2's shards are gathered.
+
+    index_of  {name: index among the trained parameters}
+    """
     if not hasattr(param, "full_tensor"):
         return ready(state.outside(name, param.detach()))
-    # A trained shard goes with other tensors in one message; a frozen one has no slot by which to find its place.
+    # A trained shard shares a message with others; a frozen one has no slot, so it is gathered by itself.
     if name in index_of:
         return state.technique.whole(index_of[name], state.outside(name, param.detach().to_local()))
     return ready(state.outside(name, param.full_tensor().detach()))
 
 
 def together(state: RankState, name: str, piece: Gathering) -> Gathering:
-    """Returns the whole tensor of which this rank has a piece, of a parameter or one like it; of None None."""
+    """Returns the gathering of the unsharded tensor over data ranks, ep and tp; it comes to None if `piece` does.
+
+    name   of a parameter that is sharded like the tensor;  piece  the gathering over data ranks
+    """
     share = yield from piece
-    # inside out: ep deals whole experts, and tp cuts the inside of each
+    # ep before tp, since tp cuts the inside of each expert that ep deals
     share = share if state.experts is None else (yield from state.experts.whole(name, share))
     return share if state.tensor is None else (yield from state.tensor.whole(name, share))
 
 
 def put_together(state: RankState, name: str, share: Any) -> Any:
-    """Returns the whole tensor, gathered over tp and ep from this rank's share, which ZeRO has not cut. Collective."""
+    """Returns the unsharded tensor, gathered over tp and ep from `share`, which ZeRO has not sharded. Collective."""
     return gathered_alone(together(state, name, ready(share)))
 
 
@@ -117,9 +124,9 @@ def put_together(state: RankState, name: str, share: Any) -> Any:
 def to_all_stages(
     staged: StagedForward, tensors: Iterator[tuple[str, torch.Tensor | None]], names: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, tensor or None) for all names on every stage. Collective.
+    """Yields (name, tensor or None) for all `names` on every stage, sent by the first stage that holds it. Collective.
 
-    tensors  of those names that this rank's stages hold, in the order of `names`
+    tensors  (name, tensor or None) of those names that this rank's stages hold, in the order of `names`
     """
     for name in names:
         ranks = staged.cut.holders[name]
@@ -131,11 +138,11 @@ def to_all_stages(
 
 
 def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int) -> torch.Tensor | None:
-    """Returns the source rank's tensor on every rank of the pipeline, None where it has none. Collective."""
+    """Returns the tensor of pipeline rank `source` on every rank of the pipeline; None if that has none. Collective."""
     from shardwise.parallel.pipeline.stage_messages import DTYPES, MOST_DIMS
 
     axis, device = staged.axis, staged.device
-    # shape and dtype first: the others may not know them (a buffer that a forward made)
+    # [whether there is a tensor, dtype's index, dims, shape], since other ranks may not know these
     row = torch.zeros(3 + MOST_DIMS, dtype=torch.int64)
     if axis.index == source and tensor is not None:
         numbers = [1, DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]

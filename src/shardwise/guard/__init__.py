@@ -1,1 +1,1 @@
-"""Watching ranks from outside: what each writes into memory as it goes, and what a watcher concludes. Without torch."""
+"""Watches ranks from outside: what each writes into shared memory, and what a watcher concludes. Without torch."""

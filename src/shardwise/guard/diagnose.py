@@ -1,14 +1,14 @@
-"""From records of all ranks to the rank at fault, in the words of the message. Ops whose sizes must agree: `_EVEN`.
+"""Finds from the records of all ranks the rank at fault, and words the message.
 
 Certain at once, whatever the deadlines are:
     differ    two ranks issued different collectives under one number of a group
     never     ranks wait for each other in a circle, or for one that has ended, and nothing moved between two looks
 
-After a deadline of the phase, counted from the last thing that the rank did:
+After the deadline of a phase, counted from the last event in the rank's record:
     late      a rank that waits for nobody does nothing: it is stopped, its interpreter is locked, or it works or sleeps
     wire      all ranks of a group are in a collective, and it does not end
 
-A rank that waits for another is never late itself: the other is judged.
+A rank that waits for another is never late itself; the other one is judged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwise.guard.points import PHASES
 from shardwise.guard.records import DONE, RING, GroupRecord, IssuedCollective, RankSnapshot, Reader
 from shardwise.guard.stacks import process_state
 
-# elements must agree for these; the others may be uneven
+# collectives whose number of elements must agree; in the others ranks may have different ones
 _EVEN = {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"}
-_BEAT_S = 5.0  # without a beat for so long: no Python thread runs
+_BEAT_S = 5.0  # after so many seconds without a beat no Python thread runs
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds in which a rank must do something, by phase (guard/points); 0: for ever.
+    """Seconds within which a rank must do something, by the deadline of its phase (guard/points); 0: no limit.
 
-    start  until its first step; step: in a step or an evaluation; save: while a checkpoint is written
+    start_s  until its first step;  step_s  in a step or an evaluation;  save_s  while a checkpoint is written
     """
 
     start_s: float = 1800.0
@@ -37,7 +37,7 @@ class Deadlines:
     save_s: float = 1800.0
 
     def of(self, phase: str) -> float:
-        """Returns for how many seconds a rank may show no progress in this phase; 0: without limit."""
+        """Returns for how many seconds a rank may show no progress in the phase named `phase`; 0: no limit."""
         return float(getattr(self, f"{_deadline(phase)}_s"))
 
 
@@ -46,9 +46,13 @@ ALIKE = "let every rank make the same calls, in the same order"
 
 @dataclass(frozen=True)
 class Finding:
-    """A hang. `rank` is the first at fault, `reason` one of "differ", "never", "late", "wire".
+    """A hang that was found.
 
-    retry  whether the same run may get further when it is started again
+    reason   "differ", "never", "late" or "wire", as in this module's text
+    rank     the first one at fault
+    lines    of the message
+    retry    Whether the same run may get further when it is started again
+    waiting  rank -> a line on where it is or for whom it waits
     """
 
     reason: str
@@ -58,21 +62,22 @@ class Finding:
     waiting: dict[int, str] = field(default_factory=dict)
 
     def text(self) -> str:
+        """Returns the whole message."""
         again = "starting again may help" if self.retry else f"starting again would come to the same place: {ALIKE}"
         return "\n".join([*self.lines, *(self.waiting[rank] for rank in sorted(self.waiting)), again])
 
 
 def differ(first: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
-    """Returns how two collectives differ that must be the same, as text; "" where they do not.
+    """Returns in what two collectives differ that must be the same ("the shape", ...); "" if they do not.
 
-    places   the places in the code must be the same too
+    places   Whether the places in the code must be the same too
     """
     if first.op != other.op:
         return "the operation"
-    # a dtype that one side's record lacks tells nothing
+    # a record that is full may lack a dtype, which is no difference
     if first.dtype and other.dtype and first.dtype != other.dtype:
         return "the dtype"
-    # gathers may have pieces of other sizes; of `_EVEN` all have the same
+    # ranks may have unequal pieces in some operations, not in those of `_EVEN`
     if first.op in _EVEN and first.elements != other.elements:
         return "the shape"
     if first.tag != other.tag:
@@ -82,26 +87,30 @@ def differ(first: IssuedCollective, other: IssuedCollective, places: bool = Fals
 
 
 class RankWatch:
-    """Finds hangs in the records of ranks, look by look. `deadlines`: None where only what is certain counts."""
+    """Finds hangs in the records of ranks, each time `look` is called.
+
+    readers    rank -> reader of its record; ranks may be added
+    deadlines  None: only hangs that are certain are found
+    """
 
     def __init__(self, readers: Mapping[int, Reader], deadlines: Deadlines | None) -> None:
         self.readers, self.deadlines = readers, deadlines
-        self._compared: dict[str, int] = {}
-        self._before: dict[int, tuple[int, str, int]] = {}
+        self._compared: dict[str, int] = {}  # group's key -> number up to which its collectives were compared
+        self._before: dict[int, tuple[int, str, int]] = {}  # stuck ranks of the last look -> (events, group, number)
 
     def see(self) -> dict[int, RankSnapshot]:
-        """Returns the snapshots of the ranks that have begun their records, by rank."""
+        """Returns {rank: snapshot of its record} of the ranks that have begun their records."""
         seen_by_rank = {rank: reader.see() for rank, reader in self.readers.items()}
         return {rank: seen for rank, seen in seen_by_rank.items() if seen is not None}
 
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
-        """Returns the `Finding` of a hang; None where nothing hangs. A circle of waits is told at the second look.
+        """Returns the `Finding` of a hang; None if nothing hangs. A circle of waits is found at the second call.
 
         now   seconds of the monotonic clock
-        gone  ranks that have ended
+        gone  ranks whose processes have ended
         """
         ranks, ended = self.see(), set(gone)
-        # one that raised is not counted: its report, which tells why, is on its way
+        # a rank that raised is not counted as ended, since its own report says why and is on its way
         ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}
         finding = self._differing(ranks) or self._never(ranks, ended)
         if finding is None and self.deadlines is not None:
@@ -109,7 +118,7 @@ class RankWatch:
         return finding
 
     def differing(self) -> Finding | None:
-        """Returns a finding on the first recorded collective in which ranks differ; None where they do not."""
+        """Returns a finding on the first recorded collective in which ranks differ; None if they do not."""
         return self._differing(self.see())
 
     def waiting(self) -> dict[int, str]:
@@ -121,14 +130,14 @@ class RankWatch:
     # --- certain
 
     def _differing(self, ranks: Mapping[int, RankSnapshot]) -> Finding | None:
-        """Returns a finding on the first collective that ranks issued unlike, or None; looks at each number once."""
+        """Returns a finding on the first collective that ranks issued differently, or None; compares each one once."""
         for key, group in _collective_groups(ranks):
             members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
-            # nobody to compare it with
+            # one rank alone cannot be compared
             if len(members) < 2:
                 continue
             issued = {rank: ranks[rank].groups[key].issued for rank in members}
-            # the second largest: two ranks have that one, and a third may not have come yet
+            # up to the second largest number, which two ranks have; a third may not have come to it yet
             last = sorted(issued.values())[-2]
             for number in range(max(self._compared.get(key, 0), last - RING + 2) + 1, last + 1):
                 entries = {
@@ -140,16 +149,16 @@ class RankWatch:
                 finding = _odd_one(kept, key, number, group)
                 if finding is not None:
                     return finding
-            # what the slowest has not issued yet is looked at again once it has
+            # collectives that the slowest rank has not issued yet are compared again once it has
             self._compared[key] = min(last, min(issued.values()))
         return None
 
     def _never(self, ranks: Mapping[int, RankSnapshot], ended: set[int]) -> Finding | None:
-        """Returns a finding on ranks that wait in a circle, or for one that has ended, and wait forever; else None."""
+        """Returns a finding on ranks that wait in a circle, or for one that has ended, and never go on; else None."""
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
         while True:
-            # who waits only for ranks that go on will go on too; and then who waits only for these
+            # a rank that waits only for ranks that go on will go on too, and then those that wait only for it
             free = {rank for rank in stuck if not any(other in stuck or other in ended for other in missing[rank])}
             if not free:
                 break
@@ -158,26 +167,29 @@ class RankWatch:
         same = {rank for rank in stuck if self._before.get(rank) == now[rank]}
         self._before = now
         if not stuck or same != stuck:
-            return None  # looked at once: a record may have been half-way
+            return None  # seen once: a record may have been half-way
         return self._never_finding(ranks, ended, sorted(stuck), missing)
 
     def _never_finding(
         self, ranks: Mapping[int, RankSnapshot], ended: set[int], stuck: list[int], missing: Mapping[int, list[int]]
     ) -> Finding:
-        """Returns the finding for ranks that never go on: those that have ended, or the circle."""
+        """Returns the finding for the ranks `stuck`, which never go on.
+
+        ended    ranks that have ended;  missing  rank -> ranks that it waits for
+        """
         over = sorted({other for rank in stuck for other in missing[rank] if other in ended})
         waits = {rank: self.waiting_line(ranks[rank], missing[rank]) for rank in stuck}
         lines = []
-        # whoever has ended is the cause; without one the ranks wait for each other
+        # a rank that has ended is the cause; without one the ranks wait for each other
         if over:
             first, how = over[0], "has ended"
-            # a record that was closed as done tells that its function has returned
+            # DONE: the rank's function has returned
             if over[0] in ranks and ranks[over[0]].state == DONE:
                 how = "has returned"
             lines.append(f"rank {first} {how} and will not come to a collective of {_named(stuck)}:")
             lines += [f"rank {rank} was last in {text}" for rank in over if (text := self.last_line(rank, ranks))]
         else:
-            # of ranks in a circle the one that is behind is most often the one that left out or added something
+            # in a circle the rank that has issued least is most often the one that left out or added a call
             first = min(stuck, key=lambda rank: sum(group.issued for group in ranks[rank].groups.values()))
             lines.append(f"{_named(stuck)} wait for each other, each in another collective:")
         for key in sorted({ranks[rank].waits_key for rank in stuck}):
@@ -185,7 +197,7 @@ class RankWatch:
         return Finding("never", first, tuple(lines), False, waits)
 
     def parted(self, key: str, ranks: Mapping[int, RankSnapshot]) -> list[str]:
-        """Returns a line on where ranks of this group first came from different places; [] where that is not kept."""
+        """Returns [a line on where ranks of the group `key` first came from different places in the code], or []."""
         members = {rank: seen for rank, seen in ranks.items() if key in seen.groups}
         last = min((seen.groups[key].issued for seen in members.values()), default=0)
         # records hold the last `RING` collectives; before those nothing is kept
@@ -203,16 +215,16 @@ class RankWatch:
     def _late(
         self, ranks: Mapping[int, RankSnapshot], ended: set[int], now: float, deadlines: Deadlines
     ) -> Finding | None:
-        """Returns what is found of a rank past its deadline that waits for nobody who could be judged, or None."""
+        """Returns a finding on a rank past its deadline that waits for no rank which can be judged; else None."""
         late = []
         for rank, seen in ranks.items():
             limit = deadlines.of(seen.phase)
             if rank in ended or not limit or now - seen.moved <= limit:
                 continue
             absent = missing_of(seen, ranks) if seen.waits_key else []
-            if any(other in ended for other in absent):  # whom it waits for is done, and will not come
+            if any(other in ended for other in absent):  # whom it waits for has ended
                 return self._never_finding(ranks, ended, [rank], {rank: absent})
-            if not absent:  # else it waits for somebody, who is judged
+            if not absent:  # otherwise the rank that it waits for is judged
                 late.append((bool(seen.waits_key), seen.moved, rank))
         if not late:
             return None
@@ -226,7 +238,7 @@ class RankWatch:
             if snapshot.waits_key and other not in ended and other != rank
         }
         place = f"in step {seen.step + 1}, {phase}" if seen.step >= 0 else f"in its {phase}"
-        # all have come to it: no rank's code is at fault, but the network or a device
+        # every rank is in it, so the network or a device is at fault and no rank's code
         if in_collective:
             lines = [f"a collective whose ranks have all come to it has not ended {age}: {self.waiting_line(seen, [])}"]
             return Finding("wire", rank, tuple(lines), True, waits)
@@ -238,7 +250,7 @@ class RankWatch:
     # --- in words
 
     def waiting_line(self, seen: RankSnapshot, absent: list[int]) -> str:
-        """Returns a line on where a rank waits, and for whom."""
+        """Returns a line on where the rank of `seen` waits, and for which ranks (`absent`)."""
         group = seen.groups[seen.waits_key]
         entry = self.readers[seen.rank].entry(group, seen.waits_number)
         if group.between_two:
@@ -251,7 +263,7 @@ class RankWatch:
         return f"rank {seen.rank} waits{whom} in {what}"
 
     def last_line(self, rank: int, ranks: Mapping[int, RankSnapshot]) -> str:
-        """Returns the newest collective of a rank in words; "" where it had none."""
+        """Returns the newest collective of a rank in words; "" if it has issued none."""
         last = self.readers[rank].last(ranks[rank]) if rank in ranks else None
         if last is None:
             return ""
@@ -270,18 +282,22 @@ def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[in
         if other is None or rank == seen.rank:
             continue  # on another host, or not begun
         theirs = other.groups.get(seen.waits_key)
-        if theirs is None or theirs.issued < seen.waits_number:  # None: it has issued none over these ranks
+        if theirs is None or theirs.issued < seen.waits_number:  # None: it has issued none in this group
             missing.append(rank)
     return missing
 
 
 def _collective_groups(ranks: Mapping[int, RankSnapshot]) -> list[tuple[str, GroupRecord]]:
+    """Returns (key, group) of all groups that carry collectives, each once."""
     groups = {key: group for seen in ranks.values() for key, group in seen.groups.items() if not group.between_two}
     return list(groups.items())
 
 
 def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, group: GroupRecord) -> Finding | None:
-    """Returns a finding on the rank whose collective differs from the majority's; None where all are alike."""
+    """Returns a finding on the rank whose collective differs from the majority's; None if all agree.
+
+    entries  rank -> its collective of this number in the group
+    """
     for first in sorted(entries):
         for other in sorted(entries):
             what = differ(entries[first], entries[other]) if first < other else ""
@@ -295,12 +311,12 @@ def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, gro
 
 
 def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
-    """Returns how many ranks issued the same collective as this rank."""
+    """Returns how many ranks issued the same collective as `rank`, itself included."""
     return sum(not differ(entries[rank], entry) for entry in entries.values())
 
 
 def _why(seen: RankSnapshot, now: float) -> str:
-    """Returns in words why a rank makes no progress: where it is, and since when."""
+    """Returns in words why a rank makes no progress."""
     state = process_state(seen.pid)
     if state in ("T", "t"):
         return "its process is stopped (SIGSTOP)"
@@ -310,10 +326,11 @@ def _why(seen: RankSnapshot, now: float) -> str:
 
 
 def _deadline(phase: str) -> str:
-    """Returns the name of the deadline of a phase."""
+    """Returns the name of a phase's deadline: "start", "step" or "save"."""
     return PHASES[phase].deadline if phase in PHASES else "step"
 
 
 def _named(ranks: list[int]) -> str:
+    """Returns "rank 3" or "ranks 1, 2", at most 8 of them."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

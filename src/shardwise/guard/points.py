@@ -1,8 +1,8 @@
-"""Named points of a run, for records and faults. `PHASES`: the deadline and words of each; a new one goes there.
+"""Named points of a run, noted in records and used to inject faults. `PHASES` has the deadline and words of each.
 
     start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
 
-`SHARDWISE_AT_POINTS="module:function"` in a rank's environment names a listener: faults are injected so
+`SHARDWISE_AT_POINTS="module:function"` in a rank's environment names a listener, by which tests inject faults
 (`shardwise.testing.faults`). Without a listener a point costs a microsecond.
 """
 
@@ -21,10 +21,10 @@ VARIABLE = "SHARDWISE_AT_POINTS"
 
 @dataclass(frozen=True)
 class RunPhase:
-    """The phase of a run that begins at a point: its deadline, and its words in messages.
+    """The phase of a run that begins at a point.
 
-    deadline  the name of its deadline
-    words     what a slow rank is slow in, for a message; "": it is not named
+    deadline  the name of its deadline: "start", "step" or "save"
+    words     what a slow rank is slow in, for a message; "" if no message names it
     """
 
     deadline: str
@@ -42,11 +42,11 @@ PHASES = {
     "disk": RunPhase("save"),
     "end": RunPhase("save"),
 }
-Listener = Callable[[str, int, Any], None]
+Listener = Callable[[str, int, Any], None]  # called with (point, step, subject)
 
 
 class _Here:
-    """The process's state: its shared-memory record, a listener to `reach` (faults of tests), and the last step."""
+    """The process's state: the record that it writes, the listener that `reach` calls, and the last step (-1: none)."""
 
     record: RankRecord | None = None
     listener: Listener | None = None
@@ -54,18 +54,18 @@ class _Here:
 
 
 def have(record: RankRecord | None) -> None:
-    """Set the record that this process writes (None: it writes none), and the listener that the environment names."""
+    """Sets the record that this process writes (None: none), and the listener that the environment names."""
     _Here.record, _Here.step = record, -1
     listen_as_asked()
 
 
 def record() -> RankRecord | None:
-    """Returns this process's shared-memory record; None where nobody watches."""
+    """Returns the record that this process writes; None if nobody watches."""
     return _Here.record
 
 
 def listen_as_asked() -> None:
-    """Install the listener that the environment names, or none."""
+    """Installs the listener that the environment names, or none."""
     wished = os.environ.get(VARIABLE)
     _Here.listener = None
     if wished:
@@ -74,9 +74,10 @@ def listen_as_asked() -> None:
 
 
 def reach(point: str, step: int | None = None, subject: Any = None) -> None:
-    """Note that the rank comes to this point. `subject` is what it is about, for a listener to look at or to change.
+    """Notes in the record that the rank comes to `point`, and calls the listener.
 
-    step   optimizer steps done; None: as at the point before
+    step     optimizer steps done; None: as at the point before
+    subject  what the point is about, for a listener to read or change
     """
     if step is not None:
         _Here.step = step

@@ -1,10 +1,10 @@
-"""The process that watches the ranks of one host where a launcher started them. Without torch.
+"""The process that watches the ranks of one host, if a launcher started these. Without torch.
 
     join -> each rank: record-N, stacks-N in a folder in memory; the first of them starts this process
     here -> looks twice a second; on a hang: one report on stderr with all stacks, then the ranks are ended
          -> when all ranks have ended: the folder is removed, and this process ends
 
-Where a rank has died, its launcher is given a while to end the others before this does.
+If a rank has died, its launcher is given a while to end the others before this does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from shardwise.guard.diagnose import Deadlines, Finding, RankWatch
 from shardwise.guard.records import DONE, Reader
 from shardwise.guard.stacks import collect, process_state, readable
 
-LOOK_S = 0.5
-LAUNCHER_S = 15.0  # after a death: time for the launcher to end the others
-TERM_S = 3.0
+LOOK_S = 0.5  # seconds between two looks at the records
+LAUNCHER_S = 15.0  # seconds after a death for the launcher to end the others
+TERM_S = 3.0  # seconds between SIGTERM and SIGKILL
 _PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.argv[1], sys.argv[2])"
 
 
 def start(folder: str, deadlines: Deadlines | None) -> None:
-    """Start the process for the ranks with records in this folder. `deadlines` None: only certain hangs end them."""
+    """Starts the watcher's process for the ranks with records in `folder`.
+
+    deadlines  None: only hangs that are certain end the ranks
+    """
     limits = json.dumps(None if deadlines is None else asdict(deadlines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.Popen(
@@ -41,9 +44,13 @@ def start(folder: str, deadlines: Deadlines | None) -> None:
 
 
 def serve(folder: str, deadlines: str) -> None:
-    """Run the watcher's process: look at the ranks' records until all have ended; on a hang report, then end them."""
+    """Runs the watcher's process: looks at the records until all ranks have ended; reports a hang and ends them.
+
+    folder     of the records, which is removed at the end
+    deadlines  JSON of `Deadlines`, or "null"
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
+        signal.signal(number, signal.SIG_IGN)  # the watcher ends with its ranks alone
     limits = json.loads(deadlines)
     readers: dict[int, Reader] = {}
     watch = RankWatch(readers, None if limits is None else Deadlines(**limits))
@@ -58,7 +65,7 @@ def serve(folder: str, deadlines: str) -> None:
                 return
             finding = watch.look(time.monotonic(), set(ranks) - set(alive))
             died = {rank for rank, seen in ranks.items() if rank not in alive and seen.state != DONE}
-            # others hang because a rank died: its launcher is given the time to end them, and says why itself
+            # after a death the others hang; the launcher gets time to end them, and says why itself
             if finding is not None and died and not _still_there(alive):
                 return
             if finding is not None:
@@ -70,7 +77,7 @@ def serve(folder: str, deadlines: str) -> None:
 
 
 def _add_new(folder: Path, readers: dict[int, Reader]) -> None:
-    """Open the records that have come since the last look."""
+    """Opens the records that have appeared since the last look, into `readers` by rank."""
     for path in folder.glob("record-*"):
         rank = int(path.name.partition("-")[2])
         if rank not in readers:
@@ -78,11 +85,12 @@ def _add_new(folder: Path, readers: dict[int, Reader]) -> None:
 
 
 def _lives(pid: int) -> bool:
+    """Whether a process runs: it is there and has not ended."""
     return process_state(pid) not in ("", "Z", "X")
 
 
 def _still_there(alive: dict[int, int]) -> bool:
-    """Whether any of these processes still lives after the launcher's time to end them (`LAUNCHER_S`)."""
+    """Whether any of these processes (rank -> pid) still runs after `LAUNCHER_S`."""
     until = time.monotonic() + LAUNCHER_S
     while time.monotonic() < until:
         if not any(map(_lives, alive.values())):
@@ -92,7 +100,7 @@ def _still_there(alive: dict[int, int]) -> bool:
 
 
 def _report(finding: Finding, alive: dict[int, int], folder: Path) -> None:
-    """Write one report on stderr: the finding, and each rank's stack."""
+    """Writes one report on stderr: the finding, and each rank's stack."""
     files = {rank: folder / f"stacks-{rank}" for rank in alive}
 
     def dump(rank: int) -> str:
@@ -113,7 +121,7 @@ def _end(alive: dict[int, int]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in alive.values():
             if _lives(pid):
-                # it may end between the look and the signal
+                # the process may end between `_lives` and the signal
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
         until = time.monotonic() + TERM_S

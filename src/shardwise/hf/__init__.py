@@ -1,6 +1,6 @@
 """Hugging Face models: a task from a configuration or a checkpoint folder, and a folder that `from_pretrained` reads.
 
-Importing this room does not import transformers; the extra `hf` brings it.
+Importing this package does not import transformers; the extra `hf` installs it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`export(weights, folder, source)`: a folder that `from_pretrained` and inference servers read.
+"""`export(weights, folder, source)`: write a folder that `from_pretrained` and inference servers read.
 
-Whole weights arrive one by one (collective, from an engine's shards) and rank 0 writes them in files of at most
-`file_bytes`, with an index where there are several, under the names that `save_pretrained` would give. A tied weight is
-written once, under its first name. The folder is written under another name and renamed when it is whole.
+Unsharded weights are gathered one by one (collective, from an engine's shards), and rank 0 writes them in files of at
+most `file_bytes`, with an index if there are several, under the names that `save_pretrained` would use. A tied weight
+is written once, under its first name. The folder is written under a temporary name and renamed when it is complete.
 
-What this does not do: stream a model whose tensors transformers merges or cuts between disk and memory; rank 0 then
-holds them all.
+What this does not do: stream a model whose tensors transformers merges or splits between disk and memory; rank 0 then
+holds all of them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shardwise.hf.folder_tensors import INDEX, SINGLE
 from shardwise.hf.names import as_on_disk, is_renamed
 from shardwise.task_files import folder_above
 
+# ends of names of files in `source` that hold weights, which are not copied
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack", ".h5", ".onnx")
 
 
@@ -38,24 +39,24 @@ def export(
     weights: Engine | str | Path, folder: str | Path, source: Any, *, dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES, merge: bool = False,
 ) -> Path:  # fmt: skip
-    """Write a model as Hugging Face keeps it. With an engine this is collective, and rank 0 writes.
+    """Writes a model as a Hugging Face checkpoint folder; returns the folder. Collective with an engine, then closed.
 
-    weights   an engine, or the `model.safetensors` of a run
-    folder    to be made; must not exist
-    source    the checkpoint folder or configuration that the task was made of; a folder's other files (tokenizer,
-              generation settings) are copied
-    dtype     of floating-point weights; None: as they are
-    merge     the engine's adapters, or those in a folder that peft reads (`weights`), are merged into the model of
-              the folder `source`, in float32 and by rank 0 alone
+    weights    an engine, or a path: the `model.safetensors` of a run; with `merge` a folder of peft's adapters
+    folder     to be made; must not exist
+    source     the checkpoint folder, or the configuration, that the task was made of; a folder's other files
+               (tokenizer, generation settings) are copied
+    dtype      of floating-point weights; None: as they are
+    file_bytes largest size of a weights file
+    merge      whether to merge adapters into the model of the folder `source`, in float32, on rank 0 alone
 
-    Raises `InputError`, before anything is written, where the folder exists, and for weights that `from_pretrained`
-    would not find under their names (adapters' among them). It closes the engine.
+    Raises `InputError`, before anything is written, if the folder exists, and for weights (such as adapters) whose
+    names `from_pretrained` would not find.
     """
     folder = Path(folder)
     writes = not isinstance(weights, Engine) or weights.rank == 0
     config = read_config(source)
     there = folder.exists()
-    if isinstance(weights, Engine):  # all look before one writes, and all refuse where one found it
+    if isinstance(weights, Engine):  # all ranks look before rank 0 writes, and all raise if one found it
         there = any(gather_json(there, weights.mesh.world, weights.device))
     if there:
         raise InputError(f"{folder} exists: export writes a new folder")
@@ -79,14 +80,14 @@ def export(
         files.finish()
         partial.replace(folder)
     if isinstance(weights, Engine):
-        weights.close()  # waits: no rank goes on before the folder is there
+        weights.close()  # waits for all ranks, so that none continues before the folder exists
     return folder
 
 
 def _export_merged(
     weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None, file_bytes: int
 ) -> Path:
-    """Write the model with its adapters merged. Collective with an engine."""
+    """Writes the model with its adapters merged; arguments and result as of `export`. Collective with an engine."""
     from shardwise.hf.merge import save_merged
 
     partial = folder.with_name(f".{folder.name}.partial")
@@ -103,9 +104,9 @@ def _export_merged(
 
 
 def save_adapters(engine: Engine, folder: str | Path) -> Path:
-    """Write the engine's adapters as `peft.PeftModel.from_pretrained` reads them; returns the folder. Collective.
+    """Writes the engine's adapters as files for `peft.PeftModel.from_pretrained`; returns the folder. Collective.
 
-    Their tensors alone are gathered, one by one, and rank 0 writes them. Raises `InputError` for a model without any.
+    Only trained tensors and adapters are gathered, one by one; rank 0 writes. Raises `InputError` without adapters.
     """
     if not has_adapters(engine.module):
         raise InputError("save_adapters: peft has written no adapters into this model: hf.export writes whole weights")
@@ -117,9 +118,9 @@ def save_adapters(engine: Engine, folder: str | Path) -> Path:
 
 
 def _check_names(weights: Engine | str | Path, config: Any) -> None:
-    """Raise `InputError` where the architecture has other names: transformers would draw what it does not find."""
+    """Raise `InputError` if the weights' names are not the architecture's; `from_pretrained` would make up the rest."""
     kind = _class_of(weights, config)
-    # neither engine nor configuration names a class, whose names could be compared
+    # no class is known whose names could be compared
     if kind is None:
         return
     if isinstance(weights, Engine):
@@ -133,7 +134,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
     except TypeError as error:  # a wrapper around a model of transformers
         raise InputError(f"export: {kind.__name__} is no model of transformers that its configuration makes") from error
     own = dict(model.state_dict(keep_vars=True))
-    # tied weights have several names and are stored under one: by identity, the others do not lack
+    # a tied weight has several names and is stored under one, so missing names are compared by identity
     stored = {id(own[name]) for name in names & own.keys()}
     missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in stored)
     unknown = sorted(names - own.keys())
@@ -147,7 +148,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
 
 
 def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of weights and buffers. Collective."""
+    """Yields (name, unsharded tensor) of parameters and persistent buffers. Collective."""
     yield from engine.full_parameters()
     kept = set(engine.module.state_dict())
     for name, buffer in engine.module.named_buffers():
@@ -156,7 +157,7 @@ def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _names_in(path: Path) -> set[str]:
-    """Returns the names of tensors in a safetensors file, or in the files of its index."""
+    """Returns the names of tensors in a safetensors file, or in all files of its folder if it is a checkpoint's."""
     from safetensors import safe_open
 
     from shardwise.hf.folder_tensors import Checkpoint
@@ -168,7 +169,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of a safetensors file, or of all files of a checkpoint's folder."""
+    """Yields (name, tensor) of a safetensors file, or of all files of its folder if it is a checkpoint's."""
     from safetensors import safe_open
 
     from shardwise.hf.folder_tensors import Checkpoint
@@ -186,7 +187,10 @@ def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _named(
     tensors: Iterator[tuple[str, torch.Tensor]], weights: Any, config: Any, writes: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors under the names on disk; where transformers merges or cuts some, rank 0 has them all at once."""
+    """Yields (name on disk, tensor). If transformers renames, merges or splits some, rank 0 holds all of them.
+
+    tensors  (name in the model, tensor);  writes  whether this rank writes
+    """
     kind = _class_of(weights, config)
     if kind is None:
         yield from tensors
@@ -197,14 +201,14 @@ def _named(
         yield from tensors
         return
     whole = {}
-    for name, tensor in tensors:  # collective: every rank takes part
+    for name, tensor in tensors:  # collective, so every rank iterates
         if writes:
             whole[name] = tensor.detach().to("cpu")
     yield from as_on_disk(model, whole).items()
 
 
 def _class_of(weights: Any, config: Any) -> Any:
-    """Returns the model's class: the engine's, or the one that the configuration names; None where neither tells."""
+    """Returns the model's class: that of the engine's module, else the configuration's first architecture, or None."""
     if isinstance(weights, Engine):
         return next((kind for kind in type(weights.module).__mro__ if "FSDP" not in kind.__name__), None)
     import transformers
@@ -214,17 +218,20 @@ def _class_of(weights: Any, config: Any) -> Any:
 
 
 class _Files:
-    """Writer of tensors into files of at most `file_bytes` each, named when their number is known."""
+    """Writes tensors into files of at most `file_bytes` each, which get their final names when their number is known.
+
+    dtype  of the first floating-point tensor, or None
+    """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         self.folder, self.file_bytes = folder, file_bytes
-        self.waiting: dict[str, torch.Tensor] = {}  # of the file that is not written yet
+        self.waiting: dict[str, torch.Tensor] = {}  # tensors of the next file
         self.waiting_bytes = self.total_bytes = 0
-        self.names: list[list[str]] = []  # of each file
+        self.names: list[list[str]] = []  # names of the tensors in each file written
         self.dtype: torch.dtype | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add one tensor; writes a file once `file_bytes` are waiting."""
+        """Adds one tensor; first writes a file if it would exceed `file_bytes` with the tensor."""
         if self.waiting and self.waiting_bytes + tensor.nbytes > self.file_bytes:
             self._write()
         self.waiting[name] = tensor
@@ -233,7 +240,7 @@ class _Files:
             self.dtype = tensor.dtype
 
     def _write(self) -> None:
-        """Write the waiting tensors as one file of the folder."""
+        """Writes the waiting tensors as one file with a temporary name."""
         from safetensors.torch import save_file
 
         save_file(self.waiting, str(self.folder / f"part-{len(self.names)}"), metadata={"format": "pt"})
@@ -242,7 +249,7 @@ class _Files:
         self.waiting, self.waiting_bytes = {}, 0
 
     def finish(self) -> None:
-        """Give the files their final names, now that their number is known, and write the index of several."""
+        """Writes the last file, renames all files, and writes an index if there are several."""
         if self.waiting:
             self._write()
         count = len(self.names)
@@ -257,7 +264,7 @@ class _Files:
 
 
 def _save_config(config: Any, folder: Path, architecture: Any, dtype: torch.dtype | None) -> None:
-    """Write config.json as transformers does, with architecture and dtype as they were saved."""
+    """Writes config.json as transformers does, with the name of the class `architecture` and `dtype`, unless None."""
     config.save_pretrained(str(folder))
     path = folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
@@ -265,12 +272,12 @@ def _save_config(config: Any, folder: Path, architecture: Any, dtype: torch.dtyp
         fields["architectures"] = [architecture.__name__]
     if dtype is not None:
         fields["dtype"] = str(dtype).removeprefix("torch.")
-    fields.pop("use_cache", None)  # switched off for training only
+    fields.pop("use_cache", None)  # it was switched off for training only
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _copy_others(source: Any, folder: Path) -> None:
-    """Copy the files beside weights and configuration (tokenizer, template) from the folder that was loaded."""
+    """Copies the other files (tokenizer, chat template) of the folder `source`; nothing if it is a configuration."""
     if not isinstance(source, str | Path):
         return
     for path in Path(source).iterdir():
@@ -279,9 +286,11 @@ def _copy_others(source: Any, folder: Path) -> None:
 
 
 def merge_run(run: Path, source: str | None, target: Path) -> Path:
-    """Write a run's model, adapters merged, as a folder for `from_pretrained`; returns it; `InputError` without any.
+    """Writes a run's model, with its adapters merged, to the folder `target`; returns that.
 
-    source   the folder that the adapters were trained on; None: that of the run's task
+    run      the run's folder
+    source   checkpoint folder of the base model; None: that of the run's task
+    Raises `InputError` for a run without adapters, and if the base model's folder is unknown.
     """
     from shardwise.checkpoint.inspect import convert
     from shardwise.config import load
@@ -298,7 +307,7 @@ def merge_run(run: Path, source: str | None, target: Path) -> Path:
         raise InputError("--merge: the task's model is no folder's: give --like FOLDER, whose weights were adapted")
     with tempfile.TemporaryDirectory(dir=folder_above(target)) as between:
         adapters = run / "adapter"
-        if not adapters.is_dir():  # a run that has not ended
+        if not adapters.is_dir():  # the run has not ended, so its last checkpoint is used
             (weights,) = convert(run, Path(between) / "weights.safetensors", trained=True)
             with torch.device("meta"):
                 module = task.model()

@@ -1,4 +1,4 @@
-"""The task that a checkpoint folder is by itself: its model on files of examples, `shardwise train FOLDER --data`."""
+"""The task for `shardwise train FOLDER --data FILES`: fine-tune a checkpoint folder's model on files of examples."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from shardwise.heads import read_config
 from shardwise.hf.model_task import task
 from shardwise.task import Task
 
-LENGTH = 1024  # tokens of a row where task.seq_len is not set and the model takes as many
+LENGTH = 1024  # tokens of a sample if task.seq_len is not set; less if the model has fewer positions
 
 
 def folder_task(section: TaskSection) -> Task:
-    """Returns the task of fine-tuning the folder's causal language model on files of examples or text, answers alone.
+    """Returns the task that fine-tunes a folder's causal language model on files of examples or text.
 
-    Raises `InputError` for a folder without examples, and as `JsonlSource` does.
+    section  the configuration's `[task]`: name (the folder), files, seq_len (tokens), tokenizer
+    Only the answers' tokens of examples count in the loss. Raises `InputError` without files, for a seq_len above the
+    model's positions, and as `JsonlSource` does.
     """
     folder = section.name
     if not section.files:

@@ -1,10 +1,9 @@
 """Read a checkpoint folder of safetensors files, one tensor at a time.
 
-    model.safetensors.index.json   name -> file, where there are several
+    model.safetensors.index.json   name -> file, if there are several
     model-00001-of-00002.safetensors, ...   or   model.safetensors
 
-A rank that holds a shard of each weight reads a weight, keeps its slice and forgets the rest, so it never holds more
-than its shard and one weight.
+A rank reads a weight, keeps its shard and frees the rest, so it never holds more than its shards and one weight.
 
 What this does not do: read pickles (`pytorch_model.bin`).
 """
@@ -23,11 +22,14 @@ from shardwise.checkpoint.stored import INDEX, SINGLE, Stored, of_safetensors
 from shardwise.engine.weights_file import DTYPES
 from shardwise.errors import InputError, RunError
 
-AT_ONCE = 2**20  # elements of one read
+AT_ONCE = 2**20  # elements read at once
 
 
 class Checkpoint:
-    """The tensors of a folder. Raises `InputError` naming the file that is missing or damaged."""
+    """The tensors of a checkpoint folder; `InputError`, naming the file, if one is missing or damaged.
+
+    files  name of a tensor -> name of its file
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -45,10 +47,10 @@ class Checkpoint:
         return name in self.files
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns one whole tensor on the CPU, in `dtype` or as the file has it; `InputError` where it cannot be read.
+        """Returns one tensor on the CPU, in `dtype` (None: the file's); `InputError` if it cannot be read.
 
-        By plain reads of some MB each: pages of a mapped file would stay in this process's resident set, and a tensor
-        that is converted as a whole would be there twice.
+        It is read and converted in blocks of some MB, since pages of a mapped file would count as this process's
+        memory, and converting the tensor as a whole would need it twice.
         """
         stored = self._file_of(name)
         shape, own = stored.tensors[name].shape, DTYPES[stored.tensors[name].dtype]
@@ -62,12 +64,12 @@ class Checkpoint:
         return value
 
     def outline(self, name: str) -> torch.Tensor:
-        """Returns the tensor's shape and dtype alone, on the meta device."""
+        """Returns a meta tensor with the tensor's shape and dtype."""
         tensor = self._file_of(name).tensors[name]
         return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
 
     def _file_of(self, name: str) -> Stored:
-        """Returns the file that holds a tensor (`InputError` where it lacks it), its header read once."""
+        """Returns the opened file that holds the tensor `name`; `InputError` if the index is wrong about it."""
         file = self.files[name]
         if file not in self._open:
             self._open[file] = of_safetensors(self.folder / file)
@@ -80,8 +82,7 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Returns {tensor: name of its file} of a folder; `InputError` for one without safetensors."""
-    # an index, where weights are in several files; else one file without one
+    """Returns {tensor's name: name of its file} of a folder; `InputError` if it has no safetensors files."""
     if (folder / INDEX).exists():
         try:
             found = json.loads((folder / INDEX).read_bytes())["weight_map"]
@@ -92,7 +93,7 @@ def _files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(of_safetensors(folder / SINGLE).tensors, SINGLE)
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give one with config.json and {SINGLE}")
-    # a pickle is not read, as it may run code: the message names the way out
+    # a pickle is not read, since it may run code
     pickled = next(folder.glob("*.bin"), None)
     hint = (
         f"; {pickled.name} is a pickle, which is not read: load it once with from_pretrained and save it with "

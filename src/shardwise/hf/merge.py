@@ -1,4 +1,4 @@
-"""Merge adapters into the model that they adapt, in one process, as a folder that `from_pretrained` reads.
+"""Merge adapters into their base model, in one process, and write a folder that `from_pretrained` reads.
 
     W + (alpha / rank) B A        in float32, by peft's own layers
 
@@ -19,9 +19,11 @@ from shardwise.errors import InputError
 def save_merged(
     adapters: Path, source: str | Path, dtype: torch.dtype | None, folder: Path, file_bytes: int
 ) -> None:  # fmt: skip
-    """Write transformers' model of the folder `source`, with adapters merged, into a folder; raises as `merged` does.
+    """Writes the transformers model of the folder `source`, with adapters merged, to `folder`; raises as `merged`.
 
-    Without transformers' progress bars, which would stand amid a command's own lines.
+    adapters    folder of peft's files;  dtype  of the weights written; None: float32
+    file_bytes  largest size of a weights file
+    transformers' progress bars are switched off.
     """
     from transformers.utils import logging
 
@@ -35,9 +37,9 @@ def save_merged(
 
 
 def merged(adapters: Path, source: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """Returns transformers' model of the folder `source` with a folder of adapters merged into it.
+    """Returns the transformers model of the folder `source` with the adapters of a folder merged, in `dtype`.
 
-    Raises `InputError` for adapters that were made for another model.
+    Raises `InputError` if the folder has no adapters, or those of another model. dtype None: float32.
     """
     import transformers
     from peft import PeftModel
@@ -64,7 +66,10 @@ def merged(adapters: Path, source: str | Path, dtype: torch.dtype | None = None)
 
 
 def adapters_of_checkpoint(weights: Path, module: Any, folder: Path) -> Path:
-    """Write the adapters among a file's tensors as peft's files; `module` is on the meta device."""
+    """Writes the adapters among the tensors of `weights`, a safetensors file, as peft's files; returns `folder`.
+
+    module  the model with adapters, on the meta device
+    """
     from safetensors import safe_open
 
     frozen = {name for name, param in module.named_parameters() if not param.requires_grad}

@@ -1,8 +1,8 @@
 """`task(source, head, ...)`: a `Task` around a transformers model (heads: heads.py; weights: hf/weights).
 
-The model is built by the configuration without its weights; each weight is then read from the checkpoint when its
-place is made (hf/weights), or drawn from the seed where there is no checkpoint. Losses are sums with the number of
-labels that count as their weight, whatever the model itself would return.
+The model is built from the configuration, without reading weights. A rank reads each weight from the checkpoint when it
+needs its value (hf/weights), or initialises it from the seed if there is no checkpoint. The loss is a sum whose weight
+is the number of labels that count, whatever the model itself would return.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: Any) -> Task:
-    """Returns a task from a checkpoint folder (its weights are read) or a transformers configuration (they are drawn).
+    """Returns a `Task` that trains a transformers model, from a checkpoint folder or from scratch.
 
-    source   a local folder with config.json and safetensors files, or a configuration object
+    source   a local folder with config.json and safetensors files, or a configuration object, for weights from the seed
     head     "causal-lm", "masked-lm", "seq2seq", "speech-seq2seq", "image-text", "token-", "sequence-", "image-" or
              "audio-classification"
-    new      parameters that the checkpoint lacks (a new head) are drawn from the seed; else they are refused
-    fields   of `Task`: data or batch, optimizer, eval_data, ... A batch is a dict with "labels"; the rest of it goes
-             to the model. -100 is no label. `model` may take the folder's model, to wrap or to change it: a function,
-             lambda base: get_peft_model(base, config), or a module's class
+    new      whether parameters that the checkpoint lacks (a new head) are initialised from the seed; False: refused
+    fields   of `Task`: data or batch, optimizer, eval_data, ... A batch is a dict; its "labels" go to the loss, where
+             -100 is ignored, and the rest goes to the model. `model` may be a function or module class with one
+             required argument, the folder's model, such as lambda base: get_peft_model(base, config)
 
     Raises `InputError` for a folder that cannot be read, a model without that head, and names that do not match.
     """
@@ -43,19 +43,19 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
     model = fields.pop("model", None)
     if isinstance(source, str | Path):
         fields.setdefault("weights", Weights(source, config, None if model is not None else head, new))
-    # `model` wraps the folder's own model; one that takes nothing makes a model by itself
+    # a `model` without a required argument makes the whole model by itself
     if model is not None and _takes_one(model):
         model = partial(_wrapped, model, build)
     of_head = settings(config, head)
-    if model is not None and "loss" in fields:  # whose output need not be the head's, which its metrics read
+    if model is not None and "loss" in fields:  # the output need not be the head's, which the head's metrics read
         del of_head["metrics"]
     return Task(**{**of_head, "model": build if model is None else model, **fields})
 
 
 def _takes_one(model: Any) -> bool:
-    """Whether a function or class has exactly one required argument: the model that it is to wrap.
+    """Whether a function or class has exactly one required argument, which is then the model to wrap.
 
-    Of transformers' own classes the one is a configuration.
+    False for transformers' own classes, whose argument is a configuration.
     """
     if not callable(model) or hasattr(model, "config_class"):
         return False
@@ -68,6 +68,7 @@ def _wrapped(wrap: Callable[[nn.Module], nn.Module], build: Callable[[], nn.Modu
 
 
 def _config_of(source: Any) -> Any:
+    """Returns the transformers configuration of a folder or configuration object; `InputError` for a file."""
     if isinstance(source, str | Path) and Path(source).is_file():
         raise InputError(f"{source} is a file: give the checkpoint folder that holds it, or the configuration object")
     return read_config(source)

@@ -1,8 +1,8 @@
 """Turn tensors of a checkpoint on disk into a model's parameters, by transformers' own renamings and conversions.
 
-transformers keeps, for each kind of model, how names on disk become names of parameters, and which tensors are merged
-or cut on the way (experts into one, a fused projection into three). Its tables and functions are used as they are; a
-conversion runs once for each parameter, on the few tensors that it needs.
+For each kind of model transformers has tables of how names on disk become names of parameters, and which tensors are
+merged or split (experts into one, a fused projection into three). These tables and functions are used unchanged; a
+conversion runs once for each parameter, on only the tensors that it needs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from shardwise.hf.folder_tensors import Checkpoint
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor is made: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
+    """How parameters are made from tensors on disk.
 
-    shapes   of each tensor that is made, by name
+    target     transformers' name of the result, by which sources are grouped
+    sources    (name on disk, pattern of the converter that it matches or None) of each tensor needed
+    converter  transformers' converter; None: the only source is renamed
+    shapes     name of each parameter made -> its shape
     """
 
     target: str
@@ -30,13 +33,13 @@ class Recipe:
     shapes: dict[str, torch.Size]
 
     def make(self, checkpoint: Checkpoint, name: str, model: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the tensor that the model calls `name`; in `dtype`, where no converter makes it."""
+        """Returns the parameter `name`, read from the checkpoint; in `dtype` if it is only renamed."""
         if self.converter is None:
             return checkpoint.read(self.sources[0][0], dtype)
         return self.convert({key: checkpoint.read(key) for key, _ in self.sources}, model)[name]
 
     def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Returns the tensors, by name, that the converter makes of these sources."""
+        """Returns {parameter: tensor} that the converter makes from `tensors`, {name on disk: source}."""
         converter = copy.deepcopy(self.converter)
         for key, pattern in self.sources:
             converter.add_tensor(self.target, key, pattern, tensors[key])
@@ -45,9 +48,9 @@ class Recipe:
 
 
 def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
-    """Returns {name in the model: recipe that makes it} of the checkpoint's tensors, shapes alone being read.
+    """Returns {name in the model: `Recipe` that makes it} for the checkpoint's tensors; reads only their shapes.
 
-    Raises `InputError` for a transformers before 5, and for damaged files.
+    Raises `InputError` for transformers before version 5, and for damaged files.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -58,17 +61,17 @@ def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    # a converter merges or cuts tensors; each of its patterns names one of them
+    # each pattern of a converter matches one kind of source
     by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
     shapes, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, list[tuple[str, str | None]]] = {}
-    # in natural order: the layers' numbers must come as the model has them
+    # in natural order (expert 2 before 10), in which a converter must be given its sources
     for key in sorted(checkpoint.files, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         groups.setdefault(target, []).append((key, pattern))
     recipes: dict[str, Recipe] = {}
     for target, sources in groups.items():
-        # all of a target's sources come from one transform
+        # all sources of a target have the same converter
         pattern = sources[0][1]
         recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None, {})
         outlines = {key: checkpoint.outline(key) for key, _ in sources}
@@ -80,14 +83,14 @@ def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
 
 
 def as_on_disk(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors that `save_pretrained` would write, by name."""
+    """Returns {name: tensor} as `save_pretrained` would write it. `tensors`: {name in the model: tensor}."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 def is_renamed(model: Any) -> bool:
-    """Whether transformers stores the model under other names, or tensors cut otherwise, than it has."""
+    """Whether transformers stores this model's tensors under other names, or merged or split differently."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))

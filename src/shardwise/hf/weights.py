@@ -1,9 +1,8 @@
-"""Write a folder's weights into transformers' model as soon as it is constructed, wherever a constructor does so.
+"""Write a folder's weights into a transformers model as soon as it is constructed, anywhere in a task's constructor.
 
-What wraps, edits or extends the model afterwards (adapters, resized embeddings, a head of one's own, values copied or
-computed from its weights) then works on the folder's weights, under whatever names. Where the constructor is recorded
-(trace/deferred) nothing is read yet: the tape notes from where each weight comes, and a rank reads one when it makes
-its value.
+Code that wraps, edits or extends the model afterwards (adapters, resized embeddings, a new head, values computed from
+its weights) then works on the folder's weights, whatever their names become. If the constructor is being recorded
+(trace/deferred) nothing is read: the tape notes the source of each weight, and a rank reads it when it needs the value.
 
     Task.model()    LlamaForCausalLM(config)  <- the folder's, here     get_peft_model(...)     resize_token_embeddings
     value("base_model.model.lm_head.weight")     read, cut, put in its place, forgotten
@@ -30,10 +29,11 @@ from shardwise.trace.constructor_recorder import unrecorded, write_from
 
 
 class Weights:
-    """The weights of a folder, as `Task.weights`: `into(model)` is the constructor whose model has them.
+    """The weights of a folder, for `Task.weights`.
 
-    head   whose model is looked at now, for names that do not match; None: they are when a model is constructed
-    new    parameters that the folder lacks are drawn; else they are refused
+    config  the folder's transformers configuration
+    head    head of the model whose names are compared with the folder's now; None: when a model is constructed
+    new     whether parameters that the folder lacks keep their initial values; False: they are refused
     """
 
     def __init__(self, folder: str | Path, config: Any, head: str | None, new: bool) -> None:
@@ -51,21 +51,24 @@ class Weights:
             self._matched(model, recipes_of(model, self.checkpoint))
 
     def __call__(self, name: str) -> None:
-        """Returns None for every parameter, as `Task.weights` may: the constructor writes the folder's values."""
+        """Returns None, as a `Task.weights` that gives no value, since the constructor writes the folder's values."""
 
     def __reduce__(self) -> tuple:
         return Weights, (self.folder, self.config, None, self.new)
 
     def into(self, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Returns the constructor, now with the folder's weights in the transformers model that it makes."""
+        """Returns a constructor like `model`, in whose transformers model the folder's weights are written."""
         return model if isinstance(model, _Filled) and model.weights is self else _Filled(model, self)
 
     def fill(self, model: nn.Module) -> str:
-        """Write the folder's weights into a model; returns "", or why not for one of another kind or of other sizes."""
+        """Writes the folder's weights into a transformers model; returns "".
+
+        For a model of another kind or with other sizes it writes nothing and returns the reason.
+        """
         if type(model.config) is not type(self.config):
             return f"a {type(model.config).__name__} made the model, and the folder has a {type(self.config).__name__}"
         if any(param.is_meta for param in model.parameters()):
-            return ""  # `from_pretrained` makes it, and fills it
+            return ""  # `from_pretrained` is making it, and will fill it
         with unrecorded():
             recipes = recipes_of(model, self.checkpoint)
             tensors = dict(_tensors(model))
@@ -78,7 +81,7 @@ class Weights:
         return ""
 
     def fill_by_names(self, module: nn.Module) -> None:
-        """Write the folder's tensors by name into a module not of transformers; `InputError` where they do not fit."""
+        """Writes the folder's tensors by name into any module; `InputError` if names or shapes do not fit."""
         tensors = dict(_tensors(module))
         plain = {name: Recipe(name, ((name, None),), None, {name: self.checkpoint.outline(name).shape})
                  for name in self.checkpoint.files}  # fmt: skip
@@ -89,7 +92,11 @@ class Weights:
             write_from(tensors[name], partial(self.checkpoint.read, stored_as, tensors[name].dtype))
 
     def _matched(self, model: nn.Module, made: dict[str, Recipe]) -> dict[str, tuple[str, Recipe]]:
-        """Returns {parameter or kept buffer: (name of recipe, recipe)}; `InputError` for missing ones, unless `new`."""
+        """Returns {parameter or persistent buffer: (its name in `made`, recipe)} of those that the folder gives.
+
+        made  name -> recipe of each tensor that the folder gives; a tied tensor may have any of its names
+        Raises `InputError` as `_refuse` does.
+        """
         recipes: dict[str, tuple[str, Recipe]] = {}
         missing = []
         aliases = _aliases(model)
@@ -104,7 +111,10 @@ class Weights:
         return recipes
 
     def _refuse(self, recipes: dict, missing: list[str], left: list[str], count: int) -> None:
-        """Raise `InputError` where the folder's tensors are not the model's: none, or `missing` ones of `count`."""
+        """Raise `InputError` if the folder has none of the model's tensors, or lacks some and `new` is False.
+
+        recipes  of `_matched`;  missing  names that the folder lacks, of `count`;  left  names that the model lacks
+        """
         if not recipes:
             raise InputError(f"{self.folder} holds none of the model's tensors: it is another model's")
         if missing and not self.new:
@@ -118,7 +128,7 @@ class Weights:
 
 
 class _Filled:
-    """A task's constructor, whose model of transformers gets the folder's weights."""
+    """A task's constructor `model`, whose result has the folder's weights; made by `Weights.into`."""
 
     def __init__(self, model: Callable[[], nn.Module], weights: Weights) -> None:
         self.model, self.weights = model, weights
@@ -139,9 +149,9 @@ class _Filled:
 
 @contextmanager
 def _constructed(done: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Context: `done` is called with each model of transformers whose constructor ends, the outermost of nested ones.
+    """Context: `done(model)` is called when the constructor of a transformers model ends; of nested ones the outermost.
 
-    All of them call `PreTrainedModel.__init__` first and `post_init` last.
+    It relies on constructors calling `PreTrainedModel.__init__` first and `post_init` last.
     """
     from transformers import PreTrainedModel
 
@@ -164,7 +174,7 @@ def _constructed(done: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.__init__, PreTrainedModel.post_init = begin, end
-    if under_way:  # one without a post_init
+    if under_way:  # a model that did not call `post_init`
         done(under_way[0])
 
 
@@ -173,7 +183,7 @@ def _of_shape(name: str, shape: torch.Size) -> str:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Returns {parameter or kept buffer: all names of that tensor}; tied weights have several."""
+    """Returns {first name of a parameter or persistent buffer: all its names}; a tied weight has several."""
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)
@@ -181,7 +191,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns (name, tensor) of each parameter and kept buffer, a tied one under each of its names."""
+    """Returns (name, tensor) of each parameter and persistent buffer, a tied one under each of its names."""
     kept = set(model.state_dict())
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     return [*model.named_parameters(remove_duplicate=False), *buffers]

@@ -1,9 +1,9 @@
-"""`python -m shardwise.launch.agent OPTIONS COMMAND`: torchrun, whose signals and exit code are those of its ranks.
+"""`python -m shardwise.launch.agent OPTIONS COMMAND`: torchrun that passes on stop signals and exit code 75.
 
-    SIGTERM, SIGUSR1 --> this process --> SIGUSR1 to each rank of this host: saved, exit code 75 --> 75
+    SIGTERM, SIGUSR1 --> this process --> SIGUSR1 to each rank of this host, which saves and ends with 75 --> 75
 
-torchrun by itself answers SIGTERM by ending its ranks half a minute later, saved or not, dies of SIGUSR1, and ends with
-1 whatever its ranks end with; an engine that starts a job again on 75 would not see that it was saved.
+On SIGTERM torchrun itself ends its ranks half a minute later, whether they have saved or not; SIGUSR1 ends it; and its
+exit code is 1 whatever the ranks' are. An engine that restarts a job on 75 would not see that it has saved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ FAILED = 1
 
 
 def main(words: list[str]) -> int:
-    """Run torchrun with these words; returns its exit code: 0, 75 where all failed ranks had stopped and saved, else 1.
+    """Runs torchrun with these words; returns the exit code: 0, 75 if all failed ranks had saved and stopped, else 1.
 
-    A rank that had not begun dies of the signal itself, and has nothing to save; nor has this host before its ranks.
+    A rank that dies of SIGUSR1 had not begun and has nothing to save, so it counts as stopped; a signal before ranks
+    are started ends this process with 75.
     """
     for number in ASKED:
         signal.signal(number, _nothing_to_save)
@@ -48,12 +49,12 @@ def _nothing_to_save(number: int, frame: Any) -> None:
 
 def _ask_ranks(number: int, frame: Any) -> None:
     for pid in children(os.getpid()):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the process has ended meanwhile
             os.kill(pid, signal.SIGUSR1)
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes that a process has started and that are still its own, as Linux tells."""
+    """Returns the ids of a process's living children, from /proc (Linux)."""
     return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
 
 

@@ -1,7 +1,6 @@
-"""`LaunchEngine`: how one engine takes a job; `ENGINES` by name. A new one: a module, a row here, cli/launch (`--on`).
+"""`LaunchEngine`: how an engine's files and command lines are made; `ENGINES`: the module of each engine.
 
-render   {file name: text} of a job, without the engine
-client   the command that submits a rendered file, and how
+A new engine needs a module with `ENGINE`, an entry in `ENGINES`, and its name in the help of cli/launch (`--on`).
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from shardwise.launch.launch_job import SECRET, LaunchJob
 
 ENGINES = {"slurm": "slurm", "pbs": "pbs", "ray": "ray", "k8s": "kubernetes", "sky": "sky", "torchrun": "torchrun",
            "hosts": "hosts"}  # fmt: skip
-SHORTEST = 6  # characters of a secret's value that is looked for in what is written
-SUBMIT_S = 600.0
+SHORTEST = 6  # shorter values of secret variables are not looked for in files, since they may occur by chance
+SUBMIT_S = 600.0  # seconds that a client may take to submit a job
 
 
 @dataclass(frozen=True)
 class LaunchEngine:
     """An engine that runs jobs (Slurm, Kubernetes, ...): how its files and its client's command lines are made.
 
-    render      a job's files, by name, the one that is submitted first
-    submit      (job, first file) -> words of the client that submits it
-    takes       fields of a job that it needs or uses, beside those that all do; others are refused where they are given
-    needs       the same, of which it needs a value: (field, what to do)
-    status, follow, stop   the client's words, with {name}: where a job stands, what its ranks say, and to end it
-    waits       whether the client ends with the job, so that its output is shown and its exit code is the job's
+    render      job -> {file name: text}, the file to submit first
+    submit      (job, path of the first file) -> words of the command that submits it
+    takes       fields among `OPTIONAL` that it uses; others are refused if they are given
+    needs       (field that must be given, advice for the message if it is not)
+    status, follow, stop   commands, with {name} for the job's name: its state, its ranks' output, its end; "": none
+    waits       Whether the submitting client ends with the job, so that its output is shown and its exit code counts
+    remarks     job -> lines for the user
     """
 
     name: str
@@ -53,7 +53,7 @@ _OPTION = {"minutes": "--time", "queue": "--partition", "hosts": "--host"}
 
 
 def engine(name: str) -> LaunchEngine:
-    """Returns the engine of this name; `InputError` with the nearest for another."""
+    """Returns the engine of this name, one of `ENGINES`; `InputError` that suggests the nearest for any other."""
     if name not in ENGINES:
         raise InputError(f"--on {name!r} is not one of {', '.join(ENGINES)}{did_you_mean(name, ENGINES)}")
     made: LaunchEngine = importlib.import_module(f"shardwise.launch.{ENGINES[name]}").ENGINE
@@ -61,13 +61,12 @@ def engine(name: str) -> LaunchEngine:
 
 
 def files_of(chosen: LaunchEngine, job: LaunchJob) -> dict[str, str]:
-    """Returns the job's files by name; `InputError` for what the engine cannot take, or a secret in a text."""
-    # a field of an engine that does not take it would be dropped silently
+    """Returns {file name: text} of a job; `InputError` for fields that the engine refuses or lacks, or secrets."""
+    # a field that the engine does not use would be dropped silently
     for field in OPTIONAL:
         if getattr(job, field) and field not in chosen.takes:
             takers = ", ".join(name for name in ENGINES if field in engine(name).takes)
             raise InputError(f"{option(field)} is not for {chosen.name}: it is for {takers}")
-    # what an engine cannot find out by itself
     for field, remedy in chosen.needs:
         if not getattr(job, field):
             raise InputError(f"{chosen.name} needs {option(field)}: {remedy}")
@@ -77,12 +76,12 @@ def files_of(chosen: LaunchEngine, job: LaunchJob) -> dict[str, str]:
 
 
 def option(field: str) -> str:
-    """Returns the option of the command line that sets a job's field."""
+    """Returns the command-line option, such as "--time", that sets a field of `LaunchJob`."""
     return _OPTION.get(field, f"--{field}")
 
 
 def _refuse_secrets(files: dict[str, str]) -> None:
-    """Raise `InputError` where the value of a variable that may be secret stands in a text."""
+    """Raises `InputError` if a text contains the value of an environment variable whose name looks like a secret's."""
     for name, value in os.environ.items():
         if SECRET.search(name) and len(value) >= SHORTEST and any(value in text for text in files.values()):
             raise InputError(
@@ -92,7 +91,7 @@ def _refuse_secrets(files: dict[str, str]) -> None:
 
 
 def write(files: dict[str, str], folder: Path) -> list[Path]:
-    """Write the files into a folder; returns their paths, the one to submit first; `InputError` where that fails."""
+    """Writes files (name -> text) into a folder; returns their paths in order; `InputError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -107,9 +106,11 @@ def write(files: dict[str, str], folder: Path) -> list[Path]:
 
 
 def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
-    """Hand a job to the engine by its own client; returns (exit code, what the client said).
+    """Submits a job with the engine's client; returns (exit code, the client's output).
 
-    Raises `InputError` where the client is not installed, `RunError` with its own words where it refuses the job.
+    path   of the file to submit
+
+    Raises `InputError` if the client is not installed, `RunError` with its output if it refuses the job.
     """
     words = chosen.submit(job, str(path))
     if shutil.which(words[0]) is None:
@@ -117,7 +118,7 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
             f"{chosen.name}: {words[0]} is not installed here, and it is what takes the job: the files are in "
             f"{path.parent}; submit them where it is, by: {' '.join(words)}"
         )
-    # this client stays with the job and writes to the terminal itself: no limit of time, and nothing to pass on
+    # this client runs until the job ends and writes to the terminal itself, so it has no time limit
     if chosen.waits:
         return subprocess.run(words, check=False).returncode, ""
     try:
@@ -130,9 +131,10 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
 
 
 def ask(chosen: LaunchEngine, what: str, name: str) -> int:
-    """Run the client's words for `what` ("status", "follow", "stop") of a job; returns its exit code, 0 after ctrl-C.
+    """Runs the client's command for `what` ("status", "follow" or "stop") on the job `name`; returns its exit code.
 
-    Raises `InputError` where the client has no such words, or is not installed here.
+    After Ctrl-C, which ends the client and not the job, it is 0. Raises `InputError` if there is no such command, or
+    the client is not installed.
     """
     text: str = getattr(chosen, what)
     if not text:
@@ -148,6 +150,6 @@ def ask(chosen: LaunchEngine, what: str, name: str) -> int:
 
 
 def _reason(said: str) -> str:
-    """Returns the reason in a client's refusal, on one line."""
+    """Returns the last three lines of a client's output as one, the reason of a refusal."""
     lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
     return "; ".join(lines[-3:]) or "it gave no reason"

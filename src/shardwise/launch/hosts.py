@@ -1,10 +1,10 @@
-"""A list of hosts: a script that starts torchrun on each over ssh, the first one's ranks being asked to stop first.
+"""A list of hosts: a script that starts torchrun on each over ssh, and passes a stop on to the first host's ranks.
 
     this machine --ssh--> host 0: agent, ranks 0 to 7
                  --ssh--> host 1: agent, ranks 8 to 15
-    SIGTERM or Ctrl-C --> host 0's ranks: all ranks agree to save, and end with 75
+    SIGTERM or Ctrl-C --> host 0's ranks: all ranks save, and end with 75
 
-The hosts have the folder in which this is called, and an ssh that asks for no password.
+The hosts must share the folder in which this is called, and allow ssh without a password.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SSH = "ssh -o BatchMode=yes"
 
 
 def address_of(host: str) -> str:
-    """Returns a host's name or address without the user before it."""
+    """Returns the name or address in "USER@HOST" or "HOST"."""
     return host.rpartition("@")[2]
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
-    """Returns {file name: text}: a script that starts each host's ranks over ssh, and hands a stop to the first."""
+    """Returns {file name: text} of a script that starts each host's ranks over ssh, and passes a stop to the first."""
     agent = f"/tmp/shardwise-{job.name}.pid"
     lines = ["#!/bin/bash", header(job), "# on each host: the same folder, and ssh without a password", "ranks=()"]
     send = "".join(f" -o SendEnv={name}" for name in job.passed)

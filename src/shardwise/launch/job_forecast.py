@@ -1,4 +1,4 @@
-"""Hours, devices and price of a job, by the planner's forecast of its configuration or task; nothing is run."""
+"""Forecasts hours, devices and price of a job from its configuration, without running it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from shardwise.planner.worth import JobCost, job_lines
 from shardwise.progress import Say, silent
 from shardwise.training.job import make_job
 
-SHOWN = 1  # lines of a forecast: its step; the others are `simulate`'s
+SHOWN = 1  # lines of a forecast that are shown: the step time; `simulate` shows all
 
 
 def job_cost(effective: Effective, cluster: Cluster, price: float, say: Say = silent) -> JobCost:
-    """Returns a run's forecast cost, `price` of a device-hour; `InputError` or `RefusedPlan` where it cannot run."""
+    """Returns the forecast cost of a run on a cluster; `InputError` or `RefusedPlan` if it cannot run.
+
+    price   of a device for an hour; `say`: called with a text on what is done next
+    """
     plan = effective.plan
     check_plan(plan, cluster)
     job = make_job(effective, keep=True)
@@ -28,7 +31,7 @@ def job_cost(effective: Effective, cluster: Cluster, price: float, say: Say = si
 
 
 def cost_lines(cost: JobCost, cluster: Cluster) -> list[str]:
-    """Returns lines of text: the step, whether it fits, the job's hours and its price."""
+    """Returns lines of text: the step time, a remark if it does not fit, the job's hours and its price."""
     forecast, capacity = cost.best.forecast, cluster.device.memory_bytes
     lines = forecast_lines(forecast)[:SHOWN]
     if not forecast.fits(capacity):

@@ -1,10 +1,10 @@
 """Kubernetes: a TrainingRuntime with a TrainJob (Kubeflow Trainer v2), and a JobSet for clusters without it.
 
     kubectl apply --> TrainJob --> JobSet --> one pod for each node: agent, its ranks
-    a pod that is taken away, or ranks that end with 75 --> the JobSet starts all pods again, which is not counted
+    a pod is preempted, or ranks end with 75 --> the JobSet starts all pods again, which is not counted
     another failure --> the same, at most `RESTARTS` times
 
-Pods find the first one at its name in the JobSet's own network, which both manifests give it.
+Pods find the first one by its name in the JobSet's network, which both manifests set up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.launch.lines import AGENT, header, host_words
 from shardwise.launch.yaml import to_yaml
 
 RESTARTS = 3
-GRACE_S = 120  # between SIGTERM and SIGKILL
-NODE = "node"  # of the container and of the replicated job, as Kubeflow's own runtimes call them
+GRACE_S = 120  # seconds between SIGTERM and SIGKILL
+NODE = "node"  # name of the container and of the replicated job, as in Kubeflow's own runtimes
 STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
-    """Returns {file name: YAML}: a TrainingRuntime with its TrainJob, and a JobSet for clusters without those."""
+    """Returns {file name: YAML text} of a TrainingRuntime with its TrainJob, and of a JobSet for other clusters."""
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -72,23 +72,26 @@ def _deadline(job: LaunchJob) -> dict[str, int]:
 
 
 def _command(job: LaunchJob, words: list[str]) -> list[str]:
-    """Returns a container's command; a setup runs in a shell before it."""
+    """Returns a container's command: `words`, in a shell after the job's setup if there is one."""
     if job.setup:
         words = ["bash", "-c", f'{_kept(job.setup)}\nexec "$@"', "bash", *words]
     return words
 
 
 def _kept(word: str) -> str:
-    """Returns the word as Kubernetes has to be given it: it expands `$(NAME)`, and makes `$` of each `$$`."""
+    """Returns the word escaped for Kubernetes, which expands `$(NAME)` and turns `$$` into `$`."""
     return re.sub(r"\$(?=[$(])", "$$", word)
 
 
 def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns a JobSet's spec. A run that is not `goes_on` is never started again.
+    """Returns a JobSet's spec, with one pod for each node.
 
-    One that is starts again after a lost node or a save, not counted, and `RESTARTS` times after other failures.
+    pod     spec of a pod
+    labels  of the replicated job's template, given for a TrainJob's runtime (the TrainJob has the time limit); None: a
+            JobSet by itself
 
-    labels  of the replicated job's template; given for a TrainJob's runtime, which has the time limit itself
+    If the job has `goes_on`, all pods are started again after a preempted pod or a save (not counted), and `RESTARTS`
+    times after other failures; else never.
     """
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -106,7 +109,7 @@ def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None 
         "completionMode": "Indexed",
         "parallelism": job.nodes,
         "completions": job.nodes,
-        "backoffLimit": 0,  # one rank less is no run: the JobSet starts all pods again
+        "backoffLimit": 0,  # a single pod is never restarted, since ranks need all pods anew
         "podFailurePolicy": {"rules": rules},
         **({} if labels else _deadline(job)),
         "template": {"spec": pod},
@@ -125,7 +128,7 @@ def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None 
 
 
 def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
-    """Returns the spec of one node's pod: its container, the folder of runs, shared memory."""
+    """Returns the spec of one node's pod: its container with this command, the folder of runs, shared memory."""
     secrets = [{"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}} for name in job.passed]
     container = {
         "name": NODE,
@@ -147,7 +150,7 @@ def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
 
 
 def _resources(job: LaunchJob) -> dict[str, Any]:
-    """Returns the resources of one pod; {} where nothing is asked for."""
+    """Returns the requests and limits of one pod; {} if the job asks for no resources."""
     limits: dict[str, Any] = {}
     if job.accelerated:
         limits[job.accelerator or "nvidia.com/gpu"] = job.per_node

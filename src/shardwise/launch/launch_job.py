@@ -1,4 +1,4 @@
-"""`LaunchJob`: what each rank runs, on how many nodes; `make` refuses numbers that do not agree, before any file is."""
+"""`LaunchJob`: what each rank runs, on how many nodes; `grid` refuses numbers of nodes and ranks that do not agree."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from shardwise.layout import Plan
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
 
-PORT = 29500  # torchrun's own
-USUAL_NODE = 8  # devices of a node where nothing tells
+PORT = 29500  # torchrun's default
+USUAL_NODE = 8  # devices of a node if they are not known
 SECRET = re.compile(r"(?i)(key|token|secret|passw|credential|auth|cookie)")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-MOST_NAME = 50  # Kubernetes allows 63, with what it adds itself
+MOST_NAME = 50  # characters; Kubernetes allows 63 with the suffixes that it adds
 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """One job of an engine.
+    """One job of an engine (Slurm, Kubernetes, ...).
 
-    command      what each rank runs
-    nodes        how many hosts
-    per_node     ranks on each, one for each device
-    folder       where its runs and checkpoints lie; hosts share it
-    accelerated  each rank has an accelerator of its own, which the engine is asked for
-    device_name  of the catalogue, such as h100-sxm-80gb; "" where no cluster was given
-    minutes      the engine's time limit; None: the engine's own
-    queue        a partition or queue; account: who pays
-    image        of containers, where the engine needs one
-    hosts        their names or addresses, where the engine does not find them itself
-    setup        a line of shell that makes the command's program available
-    variables    of the environment: (name, value), or (name, None) for one whose value is never written
-    extra        words for the engine as they are
-    volume       what holds `folder` where hosts have no folder of their own to share: a claim, a volume, a bucket
-    accelerator  the engine's own name of the device, where it is not ours
-    goes_on      the same command goes on with its run, so that the job may be started again
+    name           of the job
+    command        words of the command that each rank runs
+    nodes          number of hosts; `per_node`: ranks of each, one for each device
+    folder         folder of its runs and checkpoints, which hosts share
+    accelerated    Whether each rank has an accelerator, which the engine is asked for
+    device_name    of the catalogue, such as h100-sxm-80gb; "" if no cluster was given
+    cpus_per_rank  CPUs that the engine is asked for; None: its default
+    minutes        time limit; None: the engine's own
+    queue          partition or queue; `account`: who pays; None: the engine's own
+    image          of containers; None: the engine needs none
+    hosts          names or addresses, for an engine that does not find them itself
+    port           on which hosts meet
+    setup          shell lines before the ranks, which make the command's program available
+    variables      environment variables: (name, value), or (name, None) if the value must not be written
+    extra          further options for the engine, unchanged
+    volume         a claim, a volume or a bucket that holds `folder` if hosts share no folder; None: they do
+    accelerator    the engine's own name of the device; None: derived from `device_name`
+    goes_on        Whether the same command resumes its run, so that the job may be started again
+    work_folder    folder in which the ranks are started
     """
 
     name: str
@@ -69,7 +72,7 @@ class LaunchJob:
 
     @property
     def ranks(self) -> int:
-        """Returns how many processes the job has."""
+        """Returns the number of ranks of the job."""
         return self.nodes * self.per_node
 
     @property
@@ -79,38 +82,39 @@ class LaunchJob:
 
     @property
     def written(self) -> dict[str, str]:
-        """Returns {variable: value} of those whose values may be written into a file."""
+        """Returns {variable: value} of the variables whose values may be written into a file."""
         return {name: value for name, value in self.variables if value is not None}
 
     @property
     def passed(self) -> list[str]:
-        """Returns the names of variables that are handed on without their values being written."""
+        """Returns the names of variables that are passed on without writing their values."""
         return [name for name, value in self.variables if value is None]
 
     @property
     def what(self) -> str:
-        """Returns one line on the job: its name, plan, nodes and ranks."""
+        """Returns a line that describes the job: its name, plan, nodes and ranks."""
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: plan {self.plan}, {nodes} of {self.per_node} rank(s)"
 
 
 def grid(plan: Plan, nodes: int | None, per_node: int | None, cluster: Cluster | None = None) -> tuple[int, int]:
-    """Returns (nodes, ranks on each) for a plan; `InputError` where plan, nodes and cluster do not agree.
+    """Returns (number of nodes, ranks of each) for a plan; `InputError` if plan, nodes and cluster do not agree.
 
-    Without `per_node` a node has the cluster's devices, else as many ranks as `nodes` leave, at most 8.
+    nodes, per_node   as asked for; None: to be chosen
+    cluster           gives the devices of a node; None: 8 are assumed
+
+    Without `per_node` the ranks are divided over `nodes`; without both, a node gets as many as it has devices.
     """
     world = plan.world_size
-    # the innermost tier is a node's devices; of a cluster of one node all of them
+    # the innermost tier has the devices of a node, if there are several tiers
     devices = None if cluster is None else (cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size)
     if cluster is not None and world > cluster.world_size:
         raise InputError(f"plan {plan} has {world} ranks, and {cluster} has {cluster.world_size} devices: {_SMALLER}")
-    # nodes as asked for, if ranks divide over them
     if per_node is None and nodes is not None and world % nodes == 0:
         per_node = world // nodes
-    # else a node's devices, which every cluster text names
     if per_node is None:
         per_node = min(world, devices or USUAL_NODE)
-    # a rank has a device of its own
+    # each rank needs a device
     if devices is not None and per_node > devices:
         raise InputError(
             f"{per_node} ranks on a node, and a node of {cluster} has {devices} devices: each rank needs one of its "
@@ -134,15 +138,15 @@ _SMALLER = "`shardwise plan` with this cluster proposes plans that fit"
 
 
 def job_name(asked: str | None, target: str) -> str:
-    """Returns the job's name: as asked (`InputError` unless every engine takes it), else made from the target."""
-    # what the user chose must be taken everywhere, since the command to ask about the job has it too
+    """Returns the job's name: `asked` (`InputError` unless all engines accept it), else one made from the target."""
+    # a chosen name is never changed, since the user gives it again to ask about the job
     if asked is not None:
         if not _NAME.fullmatch(asked) or len(asked) > MOST_NAME:
             raise InputError(
                 f"--name {asked!r}: every engine takes small letters, digits and '-' between them, at most {MOST_NAME}"
             )
         return asked
-    # "file.py:task" and "module:task"; a .toml or .py of a task is its name
+    # "file.py:task" and "module:task" give "file-task"; a .toml or .py file gives its stem
     stem, _, task = target.rpartition(":") if not target.endswith((".py", ".toml")) else (target, "", "")
     words = f"{Path(stem).stem}-{task}" if stem and task else Path(target).stem
     name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:MOST_NAME].strip("-")
@@ -150,7 +154,10 @@ def job_name(asked: str | None, target: str) -> str:
 
 
 def variables_of(words: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Returns the variables of `NAME` and `NAME=VALUE`; `InputError` for a secret's value, and for bad names."""
+    """Returns (name, value or None) for each `NAME=VALUE` or `NAME`.
+
+    Raises `InputError` for a wrong name, and for the value of a variable whose name looks like a secret's.
+    """
     variables: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")

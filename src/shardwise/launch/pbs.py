@@ -1,9 +1,9 @@
-"""PBS: a batch script that starts torchrun on each host of the job; saved and submitted again before its time is over.
+"""PBS: a batch script that starts torchrun on each host; before the time limit ranks save, and it submits itself again.
 
     qsub --> batch script on the first host --> agent here, and pbs_tmrsh to each other host
     two minutes before the end --> the agent here --> its ranks; all ranks save and end with 75 --> qsub again
 
-A user may not requeue a job under PBS (`qrerun` is the operator's), so the script submits itself once more.
+Users may not requeue a job under PBS (`qrerun` is for operators), so the script submits itself again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardwise.launch.engines import LaunchEngine
 from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import AGENT, header, host_script, wait_for_all
 
-GRACE_S = 120
+GRACE_S = 120  # seconds before the time limit at which ranks are asked to save
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
@@ -21,17 +21,17 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _head(job: LaunchJob) -> list[str]:
-    """Returns the script's head: what the job asks PBS for."""
+    """Returns the script's first lines: its #PBS options."""
     cpus = job.per_node * (job.cpus_per_rank or 1)
     gpus = f":ngpus={job.per_node}" if job.accelerated else ""
     words = [
-        f"-N {job.name[:15]}",  # more, some versions refuse
+        f"-N {job.name[:15]}",  # some versions refuse longer names
         f"-l select={job.nodes}:ncpus={cpus}{gpus}:mpiprocs={job.per_node}",
         "-l place=scatter",
         *([f"-l walltime={job.minutes // 60:02}:{job.minutes % 60:02}:00"] if job.minutes else []),
         *([f"-q {job.queue}"] if job.queue else []),
         *([f"-A {job.account}"] if job.account else []),
-        *([f"-v {','.join(job.passed)}"] if job.passed else []),  # with the values that they have at qsub
+        *([f"-v {','.join(job.passed)}"] if job.passed else []),  # qsub passes on the values of its own environment
         "-j oe",
         "-r y" if job.goes_on else "-r n",
         *job.extra,
@@ -40,7 +40,7 @@ def _head(job: LaunchJob) -> list[str]:
 
 
 def _body(job: LaunchJob) -> list[str]:
-    """Returns the script's body: ranks started on each host, told to save in time, submitted again if they did."""
+    """Returns the script's other lines: they start ranks on each host, ask them to save in time, and submit again."""
     timed = job.goes_on and job.minutes is not None
     lines = [
         'cd "$PBS_O_WORKDIR" || exit 2',
@@ -53,7 +53,7 @@ def _body(job: LaunchJob) -> list[str]:
         f'bash "$PWD/{job.name}-host.sh" 0 "${{hosts[0]}}" &',
         "first=$!",
         'ranks+=("$first")',
-        # only the first host's ranks are told: all ranks agree to stop where one was asked to
+        # the signal goes to the first host's ranks only, since all ranks stop if one was asked to
         *(["again=0", "trap 'again=1; kill -USR1 \"$first\"' USR1"] if job.goes_on else []),
         "trap 'kill -TERM \"$first\"' TERM",
     ]

@@ -1,4 +1,4 @@
-"""The map of a job: which ranks lie on which node, and over which link the ranks of each axis talk."""
+"""Makes the map of a job: which ranks are on which node, and over which link the ranks of each axis communicate."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from shardwise.cluster import Cluster, Tier
 from shardwise.layout import Plan
 from shardwise.layout.grid import AXES, Grid
 
-FEW = 4  # nodes that are listed one by one
+FEW = 4  # up to so many nodes are all listed
 
 
 def axes_of(plan: Plan) -> list[tuple[str, int, int]]:
-    """Returns (axis, degree, distance of neighbours in ranks) of each axis with several ranks, innermost first."""
+    """Returns (axis, degree, stride between neighbours in ranks) of each axis of degree > 1, innermost first."""
     rows, stride = [], 1
     for axis, degree in zip(reversed(AXES), reversed(Grid(plan).shape), strict=True):
         if degree > 1:
@@ -20,18 +20,23 @@ def axes_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def leaves_node(degree: int, stride: int, per_node: int) -> bool:
-    """Whether any group of an axis lies on more than one node, of `per_node` ranks."""
-    span = stride * degree  # a group begins at multiples of it, and `stride` of them are interleaved there
+    """Whether any group of an axis spans more than one node.
+
+    degree, stride   of the axis, as `axes_of` returns them; `per_node`: ranks of a node
+    """
+    span = stride * degree  # `stride` interleaved groups begin at each multiple of it
     return stride * (degree - 1) >= per_node or per_node % span != 0
 
 
 def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = None) -> list[str]:
-    """Returns lines of text: the nodes with their ranks, then each axis and the link that it goes over."""
-    # of many nodes the first two and the last: the pattern shows there
+    """Returns lines of text: nodes with their ranks, then each axis with its link.
+
+    nodes, per_node   number of nodes, and ranks of each; `cluster`: for names and rates of links, None: without these
+    """
+    # of many nodes the first two and the last show the pattern
     shown = range(nodes) if nodes <= FEW else (0, 1, nodes - 1)
     lines = ["ranks on nodes:"]
     for node in shown:
-        # "..." before the last one
         if node == nodes - 1 > FEW - 1:
             lines.append("  ...")
         first, last = node * per_node, (node + 1) * per_node - 1
@@ -41,14 +46,13 @@ def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = N
     if rows:
         lines.append("axes, innermost first:")
     for axis, degree, stride in rows:
-        # an axis that stays within a node goes over its fast links
         crosses = nodes > 1 and leaves_node(degree, stride, per_node)
         lines.append(f"  {axis:12} {degree:5} ranks, {stride} apart, {_link(degree, stride, crosses, cluster)}")
     return [*lines, *_slow(plan, nodes, per_node)]
 
 
 def _shared_coordinates(plan: Plan, first: int, last: int) -> str:
-    """Returns the coordinates that all ranks of a node share, as text."""
+    """Returns a text with the coordinates that ranks `first` to `last` share, such as " (pp 0)"; "" without any."""
     grid = Grid(plan)
     low, high = grid.coordinates(first), grid.coordinates(last)
     outer = []
@@ -61,7 +65,7 @@ def _shared_coordinates(plan: Plan, first: int, last: int) -> str:
 
 
 def _link(degree: int, stride: int, crosses: bool, cluster: Cluster | None) -> str:
-    """Returns where the ranks of an axis talk, and over which link, as text."""
+    """Returns a text on where the ranks of an axis communicate, and over which link (parameters as `link_of`)."""
     where = "between nodes" if crosses else "inside a node"
     if cluster is None:
         return where
@@ -70,13 +74,16 @@ def _link(degree: int, stride: int, crosses: bool, cluster: Cluster | None) -> s
 
 
 def link_of(degree: int, stride: int, crosses: bool, cluster: Cluster) -> Tier:
-    """Returns the tier of the cluster that an axis's messages go over."""
+    """Returns the tier of the cluster that an axis's messages use.
+
+    degree, stride   of the axis, as `axes_of` returns them; `crosses`: whether its groups span several nodes
+    """
     level = cluster.tier_of(stride * (degree - 1) + 1)
     return cluster.tiers[max(level, 1) if crosses and len(cluster.tiers) > 1 else level]
 
 
 def _slow(plan: Plan, nodes: int, per_node: int) -> list[str]:
-    """Returns [a remark] for each axis that sends in every layer and leaves a node; else []."""
+    """Returns [a remark] on the axes tp and cp_ulysses if their groups span several nodes; else []."""
     inside = {"tp", "cp_ulysses"}  # what sends activations in every layer and waits for them
     crossing = [
         axis for axis, degree, stride in axes_of(plan) if axis in inside and leaves_node(degree, stride, per_node)

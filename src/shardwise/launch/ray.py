@@ -10,11 +10,11 @@ import json
 from shardwise.launch.engines import LaunchEngine
 from shardwise.launch.launch_job import LaunchJob
 
-FAILURES = 3  # starts of the group after an error
+FAILURES = 3  # restarts of the workers after errors
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
-    """Returns {file name: text}: a Python script that runs the command on Ray Train's workers."""
+    """Returns {file name: text} of a Python script that runs the command on Ray Train's workers."""
     words = {
         "workers": job.ranks, "gpus": job.accelerated, "cpus": job.cpus_per_rank or 1, "name": f"{job.name}-ray",
         "folder": job.folder, "variables": job.written, "passed": job.passed,

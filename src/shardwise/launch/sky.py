@@ -1,9 +1,9 @@
-"""SkyPilot: a managed job whose nodes may be taken away, and that goes on where its ranks have saved.
+"""SkyPilot: a managed job, which resumes from its checkpoint after nodes were preempted.
 
     sky jobs launch --> nodes --> the same lines on each, with SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS --> agent
-    nodes that were taken away, or ranks that end with 75 --> recovered: the same lines again, the same volume
+    nodes were preempted, or ranks end with 75 --> SkyPilot recovers the job: the same lines again, the same volume
 
-SkyPilot chooses where the nodes are and what they cost; it asks before it takes them unless it is told `--yes`.
+SkyPilot chooses nodes by place and price; it asks before it takes them, unless `--yes` is given.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NODE_RANK, FIRST = '"$SKYPILOT_NODE_RANK"', '"$(echo "$SKYPILOT_NODE_IPS" | head
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
-    """Returns {file name: YAML} of a managed job."""
+    """Returns {file name: YAML text} of a managed job."""
     recovery = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [Stopped.exit_code]}
-    # a job that goes on is started again on its own, at its exit code too
+    # a run that can be resumed is started again after failures, and if it has saved and stopped
     resources: dict[str, Any] = {**_accelerators(job), **({"job_recovery": recovery} if job.goes_on else {})}
     if job.cpus_per_rank:
         resources["cpus"] = f"{job.per_node * job.cpus_per_rank}+"
@@ -33,7 +33,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
         "name": job.name,
         "num_nodes": job.nodes,
         "workdir": ".",
-        # empty sections would say that there is none, where the engine has its own defaults
+        # an empty section would override the engine's defaults
         **({"resources": resources} if resources else {}),
         **_mounts(job),
         **({"envs": job.written} if job.written else {}),
@@ -45,7 +45,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _accelerators(job: LaunchJob) -> dict[str, Any]:
-    """Returns {"accelerators": "H100:8"}, by SkyPilot's name; {} for CPUs, `InputError` where no device is known."""
+    """Returns {"accelerators": "H100:8"}, with SkyPilot's name; {} for CPUs, `InputError` if no device is known."""
     if not job.accelerated:
         return {}
     name = job.accelerator or job.device_name.partition("-")[0].upper()
@@ -55,7 +55,10 @@ def _accelerators(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> dict[str, Any]:
-    """Returns SkyPilot's entry that mounts the folder of runs: a volume, or a bucket (several nodes: `InputError`)."""
+    """Returns the entry of the YAML that mounts a volume or a bucket at the folder of runs.
+
+    Raises `InputError` for a bucket on several nodes.
+    """
     assert job.volume is not None
     if "://" not in job.volume:
         return {"volumes": {job.folder: job.volume}}

@@ -1,10 +1,10 @@
-"""Slurm: a batch script whose step has the ranks; saved and requeued two minutes before the time limit.
+"""Slurm: a batch script whose step runs the ranks; two minutes before the time limit they save, and it is requeued.
 
     sbatch --> batch script --> srun --> ranks, which find each other by the job's id (ranks/meet)
     USR1 two minutes before the end, to the script --> srun --> ranks: they save and end with 75 --> scontrol requeue
 
-A scheduler that takes the nodes away requeues the job itself, and the same command goes on with its run. `scancel` is
-no USR1, so a job that was cancelled stays so.
+If the scheduler preempts the job, it requeues it itself, and the same command resumes its run. `scancel` sends no USR1,
+so a cancelled job is not requeued.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwise.launch.engines import LaunchEngine
 from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import header, setup_lines
 
-GRACE_S = 120  # before the time limit
+GRACE_S = 120  # seconds before the time limit at which ranks are asked to save
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
@@ -21,7 +21,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _head(job: LaunchJob) -> list[str]:
-    """Returns the script's head: what the job asks Slurm for."""
+    """Returns the script's first lines: its #SBATCH options."""
     words = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -34,7 +34,7 @@ def _head(job: LaunchJob) -> list[str]:
         f"--output={job.name}-%j.log",
         "--open-mode=append",
         *(["--requeue", f"--signal=B:USR1@{GRACE_S}"] if job.goes_on else ["--no-requeue"]),
-        "--export=ALL",  # as it is where sbatch is called: nothing of it is written here
+        "--export=ALL",  # passes on the environment of sbatch without writing values here
         *job.extra,
     ]
     return ["#!/bin/bash", header(job), *(f"#SBATCH {word}" for word in words)]
@@ -46,9 +46,9 @@ def _time(minutes: int) -> str:
 
 
 def _body(job: LaunchJob) -> list[str]:
-    """Returns the script's body: one step of all ranks, told to save before the limit, requeued if it did."""
-    # block: ranks of a node follow each other, as plans lay them out; a rank that dies ends the others after 60 s, in
-    # which those that stop and save come to their own end
+    """Returns the script's other lines: one step of all ranks, asked to save before the limit, and requeued then."""
+    # block: ranks of a node are consecutive, as plans assume; after a rank's death the others have 60 s, in which
+    # ranks that save can end by themselves
     step = f"srun --distribution=block --kill-on-bad-exit=0 --wait=60 {job.shell}"
     if not job.goes_on:
         return [*setup_lines(job), f"exec {step}"]

@@ -1,4 +1,4 @@
-"""torchrun: a script for each host; hosts find each other at the first one's address."""
+"""torchrun: a script to run on each host; hosts find each other at the first one's address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _submit(job: LaunchJob, path: str) -> list[str]:
-    """Returns the words that start the file's ranks on this host; `InputError` for a job of several."""
+    """Returns the words that run the script on this host; `InputError` for a job of several hosts."""
     if job.nodes > 1:
         raise InputError(
             f"torchrun starts the ranks of one host, and the job has {job.nodes}: run bash {path} NUMBER HOST0 on "

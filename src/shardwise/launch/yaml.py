@@ -1,4 +1,4 @@
-"""`to_yaml`: mappings, lists and plain values as YAML, strings quoted as in JSON, which YAML reads alike."""
+"""`to_yaml`: writes mappings, lists and plain values as YAML, with strings quoted as in JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ _PLAIN = re.compile(r"(?!(?:on|off|yes|no|y|n|true|false|null)$)[A-Za-z_][\w./-]
 
 
 def to_yaml(value: Any, indent: int = 0) -> str:
-    """Returns YAML in block style; a string of several lines becomes a literal block."""
+    """Returns a mapping or list as YAML in block style; a string of several lines becomes a literal block.
+
+    indent   level of indentation, two spaces each
+    """
     return "\n".join(_lines(value, indent)) + "\n"
 
 
 def _lines(value: Any, indent: int) -> list[str]:
-    """Returns the lines of a mapping or list, in block style."""
+    """Returns the lines of a mapping or list, in block style at this level of indentation."""
     pad, lines = "  " * indent, []
     if isinstance(value, dict):
         for key, inner in value.items():
-            # a plain key would be read as a number or a truth value by YAML's rules
+            # unquoted, some keys would be read as a number or a truth value
             lines += _entry(f"{pad}{key if _PLAIN.fullmatch(key) else json.dumps(key)}:", inner, indent)
         return lines
     for inner in value:
-        # a mapping in a list begins on the line of its dash
+        # the first key of a mapping in a list is on the line of its dash
         if isinstance(inner, dict) and inner:
             first, *rest = _lines(inner, indent + 1)
             lines += [f"{pad}- {first.lstrip()}", *rest]
@@ -33,14 +36,14 @@ def _lines(value: Any, indent: int) -> list[str]:
 
 
 def _entry(head: str, value: Any, indent: int) -> list[str]:
-    """Returns the lines of one value behind its key or dash (`head`)."""
+    """Returns the lines of one value after its key or dash (`head`)."""
     if isinstance(value, dict | list) and value:
         return [head, *_lines(value, indent + 1)]
-    # as a literal block, so that the text is readable
+    # a literal block, so that the text is readable
     if isinstance(value, str) and "\n" in value:
         pad = "  " * (indent + 1)
-        # how far its lines are indented, which a first line that is indented itself would hide, and whether it ends in
-        # a line's end: one is taken for granted, none and several are said
+        # indentation indicator 2 if the first line is itself indented; "-" if the text ends without a newline, "+" if
+        # with several
         text = value.rstrip("\n")
         ends = len(value) - len(text)
         mark = f"{head} |{2 if text[:1].isspace() else ''}{'-' if not ends else '+' if ends > 1 else ''}"

@@ -1,4 +1,4 @@
-"""How to spread a task: the `Plan` (pure data), the rules that refuse one, and the arithmetic of ranks."""
+"""The layout of a run over ranks: the `Plan` (pure data), the rules that refuse one, and the arithmetic of ranks."""
 
 from shardwise.layout.grid import AXES, Grid
 from shardwise.layout.plan import Plan

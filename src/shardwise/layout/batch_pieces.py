@@ -1,12 +1,12 @@
-"""Logical pieces of a global batch, and the one binary tree in which their sums are added on any number of ranks.
+"""Logical pieces of a global batch, and the binary tree in which their sums are added on any number of ranks.
 
-    leaves   0 1 2 3 4 5             a piece each, in the order of samples
-    tree     ((0 (1 2)) (3 (4 5)))   [low, high) is [low, middle) + [middle, high)
+    leaves   0 1 2 3 4 5             one piece each, in the order of samples
+    tree     ((0 (1 2)) (3 (4 5)))   the sum over [low, high) is that over [low, middle) plus that over [middle, high)
 
-Micro-batches and ranks take leaves in turn: the first micro-batch's are dealt over the ranks, then the second's.
+Leaves are dealt contiguously, first over micro-batches, then over the ranks of each.
 
-A collective that sums in a fixed order fixes the bits for one number of ranks: on another, kernels see other batches.
-So the batch is cut first, into pieces whose number does not depend on the ranks.
+A collective that sums in a fixed order gives the same bits for one number of ranks alone, since with another number
+kernels get batches of another size. So the batch is first divided into pieces whose number does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sibling(low: int, high: int, count: int) -> tuple[Run, Run] | None:
 
 @dataclass(frozen=True)
 class BatchPieces:
-    """A global batch as `count` pieces, dealt evenly over `accumulate` micro-batches of `ranks` ranks each."""
+    """A global batch of `count` pieces, dealt evenly over `accumulate` micro-batches and `ranks` data ranks each."""
 
     count: int
     accumulate: int
@@ -45,7 +45,7 @@ class BatchPieces:
 
     @property
     def per_rank(self) -> int:
-        """Returns how many pieces one rank has in one micro-batch."""
+        """Returns the number of pieces that one rank has in one micro-batch."""
         return self.count // (self.accumulate * self.ranks)
 
     def first(self, micro_batch: int, rank: int) -> int:
@@ -53,18 +53,18 @@ class BatchPieces:
         return (micro_batch * self.ranks + rank) * self.per_rank
 
     def samples(self, total: int, rank: int) -> list[Run]:
-        """Returns [first, last) of each of a rank's pieces in a micro-batch of `total` samples; some may be empty."""
+        """Returns [start, stop) of samples of each piece of a rank in a micro-batch of `total`; some may be empty."""
         pieces = self.per_rank * self.ranks
         return [cut(total, pieces, rank * self.per_rank + place) for place in range(self.per_rank)]
 
     def runs(self, rank: int) -> list[Run]:
-        """Returns the largest nodes, [low, high) of leaves, of the tree that hold a rank's pieces alone, in order."""
+        """Returns [low, high) of leaves of the largest tree nodes that contain pieces of this rank alone, in order."""
         firsts = [self.first(index, rank) for index in range(self.accumulate)]
         mine = {leaf for first in firsts for leaf in range(first, first + self.per_rank)}
 
         def within(low: int, high: int) -> list[Run]:
             count = sum(leaf in mine for leaf in range(low, high))
-            # all leaves below are this rank's: the node's sum is its own
+            # all leaves below are this rank's, so it can compute the node's sum without the others
             if count == high - low:
                 return [(low, high)]
             part = middle(low, high)

@@ -1,12 +1,13 @@
-"""Which communicators a rank of a plan makes on accelerators: one for each group of ranks that it sends anything over.
+"""Names of the communicators that a rank of a plan creates on accelerators, one for each group of ranks it sends over.
 
     dp_shard=2,cp=2,tp=2    world . cp . tp . shard (dp_shard and cp) . gradients (the same ranks again)
 
-Each takes memory outside the allocator and, with many ranks, seconds at the start; compared with what ranks issue in
-tests/testing/test_nccl_order.py. A group of all ranks along one axis is the world's.
+Each takes memory outside torch's allocator and, with many ranks, seconds at the start. A group of all ranks is the
+world's. tests/testing/test_nccl_order.py compares the names with the groups that ranks use.
 
-What this does not do: count groups of which a plan does not tell: those that a task's own code makes, of a stage that
-takes gradients within its forward (parallel/pipeline/stage_messages), of batch norms over samples beside cp or domain.
+What this does not do: count groups that do not follow from a plan, which are those that a task's own code makes, of a
+stage that takes gradients within its forward (parallel/pipeline/stage_messages), of batch norms over samples beside cp
+or domain.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import math
 from shardwise.layout.grid import AXES, INNER, Grid
 from shardwise.layout.plan import Plan
 
-# assumed: two neighbours' buffers (NCCL_BUFFSIZE 4 MiB, and those of its low-latency protocols) of some four channels;
-# with more channels, as on NVLink, it is more
+# bytes of device memory, assumed: two neighbours' buffers (NCCL_BUFFSIZE 4 MiB, and those of its low-latency
+# protocols) of about four channels; with more channels, as on NVLink, it is more
 COMMUNICATOR_BYTES = 64e6
 
 
 def communicators(plan: Plan) -> tuple[str, ...]:
-    """Returns the names of a rank's communicators; () for one rank."""
+    """Returns the names of the groups for which each rank creates a communicator, such as "world"; () for one rank."""
     if plan.world_size == 1:
         return ()
     degrees = dict(zip(AXES, Grid(plan).shape, strict=True))
@@ -32,7 +33,7 @@ def communicators(plan: Plan) -> tuple[str, ...]:
     apart = set(degrees)
     if inner:  # gradients are summed over positions too, so that groups of samples alone send nothing
         together = {"shard": together["shard"], "gradients": (*samples, *inner)}
-        # replicas sum by themselves under zero alone: else `gradients` has them in
+        # only under zero replicas sum over a group of their own; else `gradients` includes them
         apart -= {"dp_shard", *([] if plan.zero and degrees["dp_shard"] > 1 else ["dp_replicate"])}
     made = ["world", *(axis for axis, degree in degrees.items() if axis in apart and 1 < degree < plan.world_size)]
     for name, axes in together.items():

@@ -17,10 +17,10 @@ from shardwise.layout.plan import Plan
 class Share:
     """The part of one micro-batch that this rank computes.
 
-    batch  pytree, batch dim first; where `count` is 0 it holds one stand-in sample whose loss counts nothing
-    count  samples that count
+    batch  pytree of tensors, batch dim first; if `count` is 0, one stand-in sample whose loss does not count
+    count  number of samples that count
     start  index of the first of them within the micro-batch
-    total  samples of the micro-batch over all ranks
+    total  number of samples of the micro-batch on all ranks
     """
 
     batch: Any
@@ -35,7 +35,7 @@ def cut(length: int, pieces: int, index: int) -> tuple[int, int]:
 
 
 def enough_samples(samples: int, plan: Plan) -> None:
-    """Raises `InputError` where there are fewer samples than ranks that they are dealt over."""
+    """Raises `InputError` if there are fewer samples in a micro-batch than `plan.data_ranks`."""
     if samples < plan.data_ranks:
         raise InputError(
             f"more ranks than samples: plan {plan} deals each micro-batch over {plan.data_ranks} ranks, but there are "
@@ -44,7 +44,7 @@ def enough_samples(samples: int, plan: Plan) -> None:
 
 
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
-    """Returns [start, stop) of each micro-batch in a global batch; `InputError` where there are too few samples."""
+    """Returns [start, stop) of samples of each of `accumulate` micro-batches; `InputError` if samples are fewer."""
     if samples < accumulate:
         raise InputError(
             f"a batch of {samples} samples cannot be split into accumulate={accumulate} micro-batches (with pp, "
@@ -54,10 +54,10 @@ def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
 
 
 def deal(samples: int, accumulate: int, ranks: int, rank: int) -> list[tuple[int, int, int, int]]:
-    """Returns for each micro-batch (first, last, start, total), [first, last) being this rank's samples in the batch.
+    """Returns (first, last, start, total) for each micro-batch: this rank has samples [first, last) of the batch.
 
-    `start` is first's place within the micro-batch and `total` the micro-batch's size. first == last means none.
-    Raises `InputError` where there are fewer samples than micro-batches.
+    `start` is the index of `first` within the micro-batch, `total` the micro-batch's size; first == last means none.
+    Raises `InputError` if there are fewer samples than micro-batches.
     """
     dealt = []
     for low, high in micro_batches(samples, accumulate):

@@ -7,7 +7,10 @@ from shardwise.layout.schedules import Schedule, Times
 
 
 def as_text(schedule: Schedule, times: Times | None = None) -> str:
-    """Returns the table, one column for each unit of time. Lower case: a rank's second stage, then `F'` and so on."""
+    """Returns the schedule as a text table, a row for each rank and a column for each unit of time, then `summary`.
+
+    "F3" is micro-batch 3's forward on the rank's first stage, "f3" on its second, "F'3" on its third.
+    """
     times = times or Times()
     done = schedule.timeline(times)
     unit = min(times.forward, times.input, times.weight)
@@ -26,13 +29,14 @@ def as_text(schedule: Schedule, times: Times | None = None) -> str:
 
 
 def _label(schedule: Schedule, op: Op) -> str:
+    """Returns an op as `as_text` writes it, such as "F3"."""
     chunk = schedule.stages_of(schedule.owner[op.stage]).index(op.stage)
     kind = op.kind.lower() if chunk % 2 else op.kind
     return f"{kind}{chr(39) * (chunk // 2)}{op.microbatch}"
 
 
 def summary(schedule: Schedule, times: Times | None = None) -> list[str]:
-    """Returns figures counted from the table, a line of text each."""
+    """Returns lines of text: the schedule's sizes, the share of time that ranks wait, forwards held by each rank."""
     per_rank = schedule.stages // schedule.ranks
     of = "" if per_rank == 1 else f" of 1/{per_rank} of a rank's layers each"
     return [

@@ -10,10 +10,10 @@ from shardwise.layout.rules import check
 
 
 def smaller(plan: Plan, ranks: int) -> Plan:
-    """Returns the plan on at most this many ranks: as many as can be used, with dp_shard kept where it can be.
+    """Returns the plan on the most ranks that are at most `ranks`, of several plans the one with the largest dp_shard.
 
     Samples, their order and the micro-batches stay the same, and so does what is trained, up to rounding. Raises
-    `RefusedPlan` where the degrees that cannot shrink (tp, pp, cp, domain, and ep within dp_shard and cp) need more.
+    `RefusedPlan` if the degrees that cannot shrink (tp, pp, cp, domain, and ep within dp_shard and cp) need more.
     """
     candidates: list[tuple[int, int, Plan]] = []
     for replicate in range(1, plan.dp_replicate + 1):

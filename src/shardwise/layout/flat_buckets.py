@@ -1,4 +1,4 @@
-"""Flat buckets: parameters end to end in order, and their size (read by comm/buckets, costs/software, held).
+"""Flat buckets: sizes of buckets and positions of parameters in them; for comm/buckets and forecasts.
 
 bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
 bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket
@@ -17,16 +17,16 @@ ELEMENTS_PER_RANK = 10**6  # as Megatron's
 
 
 def most_elements(width: int, ranks: int) -> int:
-    """Returns how many elements of `width` bytes a bucket may have whose gradients so many ranks sum.
+    """Returns the most elements, of `width` bytes each, of a bucket whose gradients `ranks` ranks sum.
 
-    Around a ring a message takes as many hops as it has ranks, so what it carries grows with them.
+    It grows with the ranks, because around a ring a message takes as many hops as there are ranks.
     """
     return max(BUCKET_BYTES // width, ELEMENTS_PER_RANK * ranks)
 
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A parameter in a bucket: its index in the list given, and its place [start, stop)."""
+    """A parameter in a bucket: its index in the list given to `lay_out`, its elements [start, stop) of the bucket."""
 
     index: int
     start: int
@@ -35,14 +35,14 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket's parameters end to end but for padding, and padding up to `size`."""
+    """The parameters of a bucket in order, with padding between them, and up to `size` elements in all."""
 
     entries: tuple[BucketEntry, ...]
     size: int
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns [start, stop) of each stretch of padding."""
+        """Returns [start, stop) of elements of each stretch of padding."""
         starts = [*(entry.start for entry in self.entries[1:]), self.size]
         return [(entry.stop, start) for entry, start in zip(self.entries, starts, strict=True) if entry.stop < start]
 
@@ -61,8 +61,10 @@ class BucketLayout:
 def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None, align: int = 2) -> list[BucketLayout]:
     """Returns buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
 
-    `first_cap` bounds the first bucket, so that communication starts early in backward; each parameter begins at a
-    multiple of `align` elements. A bucket's size is padded to a multiple of `ranks`, which may pass the bound.
+    sizes      elements of each parameter, in the order of the model
+    ranks      a bucket's size is padded to a multiple of it, which may exceed `cap`
+    first_cap  most elements of the first bucket, so that communication starts early in backward; None: `cap`
+    align      each parameter begins at a multiple of so many elements
     """
     buckets: list[BucketLayout] = []
     entries: list[BucketEntry] = []

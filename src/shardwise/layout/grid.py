@@ -1,4 +1,4 @@
-"""The rank grid: which coordinates a rank has on each axis, and which ranks share an axis group.
+"""The rank grid: the coordinates of a rank on each axis, and the ranks of each axis group.
 
 The axes run from outermost (slowest links) to innermost (fastest):
 
@@ -22,11 +22,14 @@ from shardwise.layout.plan import ALONG, Plan
 SPACE = ("domain0", "domain1", "domain2")  # one for each dim of space: tiles are products of shares
 INNER = (*SPACE, *ALONG)  # axes that cut positions: their ranks share samples and sum gradients
 AXES = ("dp_replicate", "pp", "dp_shard", *INNER, "tp")  # outermost first
-CHUNKS = "chunks"  # of positions, which one rank computes one after the other: an axis of turns, inside all of ranks
+CHUNKS = "chunks"  # name of the axis of `position_chunks`, which one rank computes one after the other; the innermost
 
 
 def inner_axes(domain: tuple[int, ...], **along: int) -> tuple[tuple[str, int], ...]:
-    """Returns (name, degree) of each axis that cuts positions, outermost first; of space as many as `domain` names."""
+    """Returns (name, degree) of each axis that cuts positions, outermost first.
+
+    domain  degrees of the first len(domain) axes of space, the only ones returned;  along  degrees of cp, cp_ulysses
+    """
     return (*zip(SPACE, domain, strict=False), *((name, along.get(name, 1)) for name in ALONG))
 
 
@@ -43,7 +46,7 @@ class Grid:
         return tuple(tiles.get(axis, 1) if axis in SPACE else getattr(self.plan, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns axis -> the rank's coordinate on it."""
+        """Returns axis -> the rank's coordinate (0 to degree - 1) on it, for all `AXES`."""
         coordinate = {}
         for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):  # the last axis varies fastest
             rank, coordinate[axis] = divmod(rank, degree)
@@ -57,7 +60,7 @@ class Grid:
         return rank
 
     def shard_index(self, coordinates: dict[str, int]) -> int:
-        """Returns the place of these coordinates among the ranks of dp_shard and the axes that cut positions."""
+        """Returns the index of these coordinates within the group of dp_shard and the axes that cut positions."""
         index = 0
         for axis, degree in zip(AXES, self.shape, strict=True):
             if axis == "dp_shard" or axis in INNER:
@@ -73,9 +76,9 @@ class Grid:
 
 
 def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
-    """Returns (for each rank {"rank", "node", "device", axis: coordinate}, axes whose groups lie on several nodes).
+    """Returns (for each rank {"rank", "node", "device", axis: coordinate}, axes with a group on several nodes).
 
-    devices  ranks on each node
+    devices  number of ranks on each node, filled in rank order
     """
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
@@ -89,7 +92,7 @@ def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]
         # it is wider than a node, or some group begins on one and ends on the next
         if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
             leaving.append(axis)
-        if axis == "tp" and plan.ep > 1:  # whose ranks alone lie between neighbours of ep
+        if axis == "tp" and plan.ep > 1:  # ranks of ep are a tp degree apart
             spans = degree * (plan.ep - 1) + 1
             if spans > devices or (devices % (degree * plan.ep) and len(ranks) > devices):
                 leaving.append("ep")

@@ -1,4 +1,4 @@
-"""`key`: a field of `Plan`, its help and choices; `NEEDS`: what keys act on (a new one here; rules, search read it)."""
+"""`key` makes a field of `Plan` with its help and choices; `NEEDS` lists what keys act on, for rules and search."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 class Need:
     """What a key acts on. A plan that sets the key without it is refused, and a search leaves the key out.
 
-    met      whether a plan has it, or a forecast's layout
-    without  a plan that has it not, in words
-    reason   why the key says nothing there, and what to give
+    met      plan, or a forecast's layout -> whether it is there
+    without  text of a plan that lacks it, such as "tp = 1"
+    reason   why the key has no effect then and what to set, a text for the user
     """
 
     met: Callable[[Any], bool]
@@ -45,17 +45,17 @@ def key(
     default: Any, line: str = "", *, degree: bool = False, choices: tuple[str, ...] = (), needs: Need | None = None,
     rounds: bool = False,
 ) -> Any:  # fmt: skip
-    """Returns the field of a plan for one of its keys.
+    """Returns the dataclass field of `Plan` for one key, with these facts in its metadata.
 
-    line     for people: in `shardwise config`, a starter file and the docs; "" for a key that nothing runs yet
-    degree   a whole number of at least 1
-    choices  what it may be, where these are names;  needs   what it acts on, where that is not always there
-    rounds   it changes at most how numbers are rounded, so a proof in float64 goes without it
+    line     help text in `shardwise config`, a starter file and the docs; "" for a key that nothing runs yet
+    degree   Whether it is a whole number of at least 1
+    choices  its possible values, if these are names;  needs   what it acts on; None: it always has an effect
+    rounds   Whether it changes no more than rounding, so that a proof in float64 leaves it out
     """
     return field(default=default, metadata={"told": line, "degree": degree, "choices": choices, "needs": needs,
                                             "rounds": rounds})  # fmt: skip
 
 
 def keys_with(plan: type, what: str) -> dict[str, Any]:
-    """Returns key -> its entry `what` ("choices", "needs", ...), for the keys of `Plan` that have that entry."""
+    """Returns key -> its metadata `what` ("told", "degree", "choices", "needs", "rounds"), for keys where it is set."""
     return {row.name: row.metadata[what] for row in fields(plan) if row.metadata[what]}

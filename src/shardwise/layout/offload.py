@@ -1,4 +1,4 @@
-"""What `offload=` says. A new tier (`TIERS`; refuse other classes here): tiers/, engine/tiers, costs/offload, room.
+"""Parse `offload=`. A new tier (an entry of `TIERS`) also needs tiers/, engine/tiers, costs/offload.
 
 offload=optimizer                  all of the optimizer's state in the host's memory
 offload=optimizer:disk             in a file on a disk of the host
@@ -19,14 +19,14 @@ from shardwise.layout.other_words import ours_of
 
 CLASSES = ("optimizer", "parameters", "gradients", "activations")
 TIERS = ("host", "disk")
-# of state moves at once, unless one parameter has more: large enough that a disk is at its full rate
+# bytes of state that move at once, unless one parameter has more: large enough that a disk is at its full rate
 SUBGROUP_BYTES = 64 << 20
-SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
+SUBGROUPS = 8  # the fewest, if there are as many parameters, so that a small model runs the same code as a large one
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A class of state, the tier where it lies between steps, and the fraction of its bytes that does."""
+    """A class of state (`CLASSES`), the tier that holds it between uses, and the fraction of its bytes held there."""
 
     state: str
     tier: str = "host"
@@ -39,7 +39,7 @@ class Placement:
 
 
 def placements(text: str, state: str = "") -> tuple[Placement, ...]:
-    """Returns the `Placement`s that a plan's `offload` text says, of one class or all; `InputError` for other text."""
+    """Parses a plan's `offload` text to `Placement`s, of one class `state` or ("") all; `InputError` if it cannot."""
     if text == "none":
         return ()
     # asked for by class: parsed as a whole first, since weights on the host move other classes too
@@ -59,7 +59,7 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
 
 
 def _with_weights(parts: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Returns the placements; where weights lie on the host, with gradients and the rest of the state there too."""
+    """Returns the placements; if weights lie on the host, gradients and the rest of the optimizer's state are added."""
     # on a disk weights move alone; on the host the update runs where they lie
     if not any((part.state, part.tier) == ("parameters", "host") for part in parts):
         return parts
@@ -83,12 +83,12 @@ def canonical(text: str) -> str:
 
 
 def in_tier(text: str, state: str, tier: str) -> float:
-    """Returns the fraction of a class of state that lies in a tier."""
+    """Returns the fraction, 0 to 1, of the bytes of class `state` that the text puts into `tier`."""
     return sum(placement.fraction for placement in placements(text, state) if placement.tier == tier)
 
 
 def of_class(text: str, state: str) -> str:
-    """Returns the text of what `offload` says of one class of state."""
+    """Returns the part of an `offload` text that is about class `state`, in canonical form; "none" if none is."""
     return "|".join(map(str, placements(text, state))) or "none"
 
 

@@ -53,7 +53,7 @@ OURS_OF = {
 }  # fmt: skip
 
 
-KEY_OF = {  # of a configuration: trainers' arguments, and peft's
+KEY_OF = {  # arguments of trainers and of peft -> the key of a configuration, maybe with a remark
     ("num_train_epochs", "num_epochs", "max_epochs", "n_epochs"): "train.epochs",
     ("max_steps", "num_steps", "max_iters", "iterations", "train_iters", "total_steps"): "train.steps",
     ("per_device_train_batch_size", "train_batch_size", "batch_size", "global_batch_size", "global_batch"):
@@ -94,14 +94,14 @@ KEY_OF = {  # of a configuration: trainers' arguments, and peft's
 
 
 def key_of(word: str) -> str | None:
-    """Returns the configuration key that another tool's word stands for, maybe with a remark; None if not known."""
+    """Returns the configuration key for another tool's `word`, maybe with a remark, or why there is none; else None."""
     ours = _of(KEY_OF, word)
     plan = None if ours else _of(OURS_OF, word)
     return ours or (f"plan.{plan}" if plan and is_key(plan) else plan)
 
 
 def is_key(ours: str) -> bool:
-    """Returns whether a result of `ours_of` or `key_of` is keys, and not an explanation why there is no key."""
+    """Whether a result of `ours_of` or `key_of` names keys, and is no explanation why there is no key."""
     return not ours.startswith("no key") and ours != _RANKS
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: how a task is spread; no torch. A new key: also keys (a need), rules, costs/layout, rehearsal/cut_module.
+"""`Plan`: the layout of a run over ranks; no torch. A new key: also keys (a need), rules, costs/layout.
 
 Text form, the same everywhere: `dp_shard=4,zero=3,precision=bf16`. A value that ends in `.toml` is a file with the
 same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * prod(domain); `ep` adds no ranks.
@@ -155,7 +155,7 @@ class Plan:
             raise InputError(f"plan: zero must be {', '.join(map(str, few))} or {last}, got {self.zero!r}")
 
     def _read_pipeline(self) -> None:
-        """Fill in defaults of schedule, stages and micro-batches, and read `stages` as text."""
+        """Fills in defaults of schedule, stages and micro-batches, and splits `stages` if it is a text."""
         if self.schedule not in CHOICES["schedule"]:
             hint = did_you_mean(str(self.schedule), list(KINDS))
             raise InputError(f"plan: schedule={self.schedule} is not one of {', '.join(CHOICES['schedule'])}{hint}")
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def step_microbatches(self) -> int:
-        """Returns the micro-batches in one optimizer step: pipelined ones times accumulated ones."""
+        """Returns the number of micro-batches in one optimizer step, accumulate * microbatches."""
         return self.accumulate * self.microbatches
 
     @property
@@ -198,43 +198,43 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        """Returns over how many ranks space is cut."""
+        """Returns the number of ranks over which space is cut, the product of `domain`."""
         return math.prod(self.domain)
 
     @property
     def cut_positions(self) -> int:
-        """Returns how many ranks share their samples, with some positions of a sequence or of space on each."""
+        """Returns the number of ranks that have the same samples, each with a share of their positions."""
         return self.tiles * math.prod(self.along.values())
 
     @property
     def along(self) -> dict[str, int]:
-        """Returns axis -> degree, of those that cut positions along one dim."""
+        """Returns axis -> degree, of the axes that cut positions along one dim (cp, cp_ulysses)."""
         return {name: getattr(self, name) for name in ALONG}
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank.
+        """Returns the plan's `ZeroStage`, which says what each rank keeps as a shard; stage 0 for groups of one rank.
 
-        One rank has a stage too where weights of zero=3's units lie elsewhere: it gathers them from there.
+        Under zero=3 with `moves_weights` one rank has stage 3 too, since it gathers weights from the host or a disk.
         """
         alone = self.dp_shard * self.cut_positions == 1 and not (STAGES[self.zero].weights and self.moves_weights)
         return UNSHARDED if alone else STAGES[self.zero]
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights lie on the host or a disk between their units' gathers."""
+        """Whether `offload` puts weights on the host or a disk, from which units of zero=3 gather them."""
         return bool(placements(self.offload, "parameters"))
 
     @property
     def data_ranks(self) -> int:
-        """Returns over how many ranks the samples of a micro-batch are dealt."""
+        """Returns the number of ranks over which the samples of a micro-batch are dealt."""
         return self.dp_replicate * self.dp_shard
 
     @classmethod
     def parse(cls, text: str | Plan | Mapping[str, Any]) -> Plan:
-        """Returns the plan of a text: `dp_shard=2,zero=3`, a path ending in `.toml`, "" or "single" (one process).
+        """Parses a text: `dp_shard=2,zero=3`, a path ending in `.toml`, "" or "single" (one process).
 
-        A mapping of keys and values, its text, or a `Plan` is taken too; `InputError` for anything else.
+        A mapping of keys to values, its text, or a `Plan` is accepted too; `InputError` for anything else.
         """
         text = mapping_in(text)
         # a plan, a mapping and a file are taken wherever text is
@@ -265,7 +265,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """Returns the plan of these keys and values; an unknown key raises `InputError` with the nearest one."""
+        """Returns the plan of these keys and values; raises `InputError` for an unknown key, with the nearest one."""
         names = {f.name for f in fields(cls)}
         unknown = [k for k in values if k not in names]
         if unknown:
@@ -290,7 +290,7 @@ class Plan:
         return cls.from_dict(data.get("plan", data))
 
     def as_dict(self, *, defaults: bool = False) -> dict[str, Any]:
-        """Returns fields and values, those at their default left out unless `defaults`."""
+        """Returns key -> value (tuples as lists), without keys at their default unless `defaults`."""
         # by default as many micro-batches as this plan has stages, 1f1b, and its schedule's stages
         whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
         base = Plan(dp_shard=self.dp_shard, pp=self.pp, microbatches=whole, stages_per_rank=self._usual_stages)
@@ -309,7 +309,7 @@ class Plan:
         return tomli_w.dumps({"plan": self.as_dict(defaults=True)})
 
     def with_(self, **changes: Any) -> Plan:
-        """Returns a copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
+        """Returns a copy with some keys replaced; other keys that were at a default get the default of the new plan."""
         by_default = self.zero == default_stage(self.dp_shard, moved=self.moves_weights)
         # a zero that was chosen goes too where one rank is left, over which a rule refuses it
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
@@ -342,7 +342,7 @@ FLAGS = tuple(row.name for row in fields(Plan) if isinstance(row.default, bool))
 
 
 def mapping_in(value: Any) -> Any:
-    """Returns the mapping that a text in braces is, as Python or JSON writes it; another value as it is."""
+    """Parses a text in braces (JSON or a Python literal) to a dict; returns any other value unchanged."""
     if not (isinstance(value, str) and value.strip().startswith("{")):
         return value
     # JSON first: `true` is no Python
@@ -358,7 +358,7 @@ def mapping_in(value: Any) -> Any:
 
 
 def missing_comma(text: str) -> str | None:
-    """Returns the message on keys separated by a space or a semicolon; None where none are."""
+    """Returns the message on keys of `text` that a space or a semicolon separates; None if there are none."""
     between = r"(?<=[^,;\s])\s*[;\s]\s*(?=\w+\s*=)"
     if not re.search(between, text):
         return None
@@ -370,7 +370,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _from_text(key: str, value: str) -> Any:
-    """Returns the value of a key from its text: a number, a bool, the tiles of `domain`, else the text itself."""
+    """Returns the value of a key from its text: an int, a bool, a tuple of ints (`domain`), else the text itself."""
     if key == "deterministic" and value.lower() in ("true", "false"):  # else a number of pieces
         return value.lower() == "true"
     if key in (*DEGREES, "zero", "deterministic"):
@@ -391,7 +391,7 @@ def _from_text(key: str, value: str) -> Any:
 
 
 def _to_text(key: str, value: Any) -> str:
-    """Returns a value of a plan as its text form has it."""
+    """Returns a value as a plan's text form writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -400,7 +400,7 @@ def _to_text(key: str, value: Any) -> str:
 
 
 def no_pair(part: str, text: str) -> str:
-    """Returns the message on a part of a plan's text that is no `key=value`."""
+    """Returns the message on `part` of a plan's `text` that is no `key=value`, with advice what to write."""
     if not part:
         return f"there is a comma too many in {text!r}"
     # "tp4" or "tp_4"

@@ -1,4 +1,4 @@
-"""`PRECISIONS`: a row for each, read by plans, runs, proofs, forecasts. A new one: here; for decoders costs/software.
+"""`PRECISIONS`: the dtypes of each precision, for plans, runs, proofs, forecasts. A new one: here and costs/software.
 
 | precision | compute | master and optimizer state | gradients summed in |
 |---|---|---|---|
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 class Dtypes:
     """The dtypes of one precision, by their short names, such as "bf16" (keys of `TORCH`).
 
-    compute  of the module's weights, of activations and of products
-    master   of the weights and the state that the optimizer has
-    scaled   the loss is scaled against underflow, and an overflow skips the step
-    also     what other libraries call it
+    compute  dtype of the module's weights, of activations and of matrix products
+    master   dtype of the master weights and of the optimizer's state
+    scaled   Whether the loss is scaled against underflow, and a step with an overflow is skipped
+    also     names of the precision in other libraries
     """
 
     compute: str
@@ -36,7 +36,7 @@ class Dtypes:
 
     @property
     def products(self) -> str:
-        """Returns the dtype at whose rate a device does its products in a forecast: "bf16" for 16 bits, else "fp32"."""
+        """Returns the dtype whose FLOP rate a forecast uses for matrix products, "bf16" for 16 bits, else "fp32"."""
         return "bf16" if BYTES[self.compute] == 2 else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""Collectives around a ring, step by step, for `show ring` and docs: who sends which piece to whom. Runs nothing.
+"""Collectives around a ring, step by step, as data and pictures for `show ring` and the docs. Runs nothing.
 
     all_reduce       = reduce_scatter, then all_gather      2(n-1) steps, 2(n-1)/n of the bytes
     reduce_scatter     pieces travel around and are added     n-1 steps,   (n-1)/n
@@ -28,7 +28,7 @@ Contents = tuple[tuple[frozenset[int], ...], ...]  # rank, piece -> ranks whose 
 
 @dataclass(frozen=True)
 class Send:
-    """One message: a piece (1/n of the bytes) from a rank to another."""
+    """One message, a piece (1/n of the tensor's bytes) from a rank to another."""
 
     source: int  # rank
     target: int  # rank
@@ -37,15 +37,15 @@ class Send:
 
 @dataclass(frozen=True)
 class RingStep:
-    """Messages that go at the same time, and what every rank has after them."""
+    """Messages that are sent at the same time, and what every rank has after them."""
 
     sends: tuple[Send, ...]
-    contents: Contents  # by rank and piece
+    contents: Contents
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A collective over `ranks` ranks: what they have at first, and its steps."""
+    """The steps of collective `op` over `ranks` ranks."""
 
     op: str
     ranks: int
@@ -53,7 +53,7 @@ class Ring:
     steps: tuple[RingStep, ...]
 
     def received(self) -> list[float]:
-        """Returns the bytes that each rank receives, as a multiple of the tensor's."""
+        """Returns, for each rank, the bytes that it receives, as a multiple of the tensor's bytes."""
         count_by_rank = [0] * self.ranks
         for step in self.steps:
             for send in step.sends:
@@ -62,7 +62,7 @@ class Ring:
 
 
 def ring(op: str, ranks: int) -> Ring:
-    """Returns the steps of a collective; `InputError` for one that is not known, or fewer than two ranks."""
+    """Returns the `Ring` of collective `op` (of `COLLECTIVES`); `InputError` for another, or fewer than two ranks."""
     if op not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)
         raise InputError(f"ring: no collective {op!r} (known: {known}){did_you_mean(op, list(COLLECTIVES))}")
@@ -76,7 +76,7 @@ def ring(op: str, ranks: int) -> Ring:
         # all of it before any is written: messages of one step go at the same time
         arriving = [(send, contents[send.source][send.piece]) for send in sends]
         for send, values in arriving:
-            if op == "all_to_all":  # a column is the rank that a piece came from
+            if op == "all_to_all":  # a receiver's pieces are indexed by the rank that they came from
                 contents[send.target][send.source] = frozenset({send.source})
             else:
                 contents[send.target][send.piece] = contents[send.target][send.piece] | values
@@ -148,7 +148,7 @@ BOX, GAP, TOP, SECONDS = 44, 14, 46, 1.4
 
 
 def as_svg(drawn: Ring) -> str:
-    """Returns a picture that goes through the steps by itself, without a script; darker: the values of more ranks."""
+    """Returns an SVG that plays the steps in a loop, without a script; a darker box has the values of more ranks."""
     n, frames = drawn.ranks, [RingStep((), drawn.start), *drawn.steps]
     wide, high = 90 + n * BOX + 150, TOP + n * (BOX + GAP) + 10
     whole = SECONDS * (len(frames) + 1)
@@ -170,7 +170,10 @@ def as_svg(drawn: Ring) -> str:
 
 
 def _shown(at: int, last: bool, frames: int, whole: float) -> str:
-    """Returns the animation that shows a frame in its part of the round; the last one stays twice as long."""
+    """Returns the SVG animation that shows frame `at` of `frames` in its part of the loop of `whole` seconds.
+
+    last  Whether it is the last frame, which stays twice as long
+    """
     begin, end = at / (frames + 1), 1.0 if last else (at + 1) / (frames + 1)
     times = [0.0, begin, end, 1.0]
     values = "hidden;visible;hidden;hidden"

@@ -1,7 +1,7 @@
-"""The one table of plans refused, and why; keys without what they act on: `Need`. Of a module: engine/, parallel/.
+"""The table of rules that refuse a plan, with reasons. Refusals that depend on the module: engine/, parallel/.
 
-A rule names the fields it looks at, tells when it applies, and gives the reason in one sentence. `kind` is
-"not built" for a field whose room does not exist yet, "illegal" for what cannot be right.
+A rule names the fields it looks at, says when it applies, and gives the reason in one sentence. `kind` is "not built"
+for a combination without code, "illegal" for one that cannot be right. Keys without what they act on: `Need`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from shardwise.layout.zero_stages import STAGES
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the compatibility table: `when(plan)` true means the plan is refused for `reason`."""
+    """One rule: a plan for which `when(plan)` is True is refused for `reason`."""
 
-    combination: str
+    combination: str  # the keys and values that it refuses, for the user
     kind: str  # "not built" | "illegal"
     reason: str
     when: Callable[[Plan], bool]
 
 
 def _no_schedule(plan: Plan) -> bool:
+    """Whether the plan's schedule cannot be made for its pp, microbatches and stages_per_rank."""
     # stages that pp does not divide have a rule of their own
     if plan.pp == 1 or (plan.stages and (len(plan.stages) + 1) % plan.pp):
         return False
@@ -35,7 +36,7 @@ def _no_schedule(plan: Plan) -> bool:
 
 
 def _of_need(need: Need) -> Rule:
-    """Returns the rule that refuses a plan which sets keys without what they act on."""
+    """Returns the rule that refuses a plan which sets one of the keys that have `need`, but lacks it."""
     keys = [name for name, needs in keys_with(Plan, "needs").items() if needs is need]
     named = f"{', '.join(keys[:-1])} or {keys[-1]}" if keys[1:] else keys[0]
     plain = Plan()
@@ -285,12 +286,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def applying(plan: Plan) -> list[Rule]:
-    """Returns the rules that refuse a plan; none for one that runs."""
+    """Returns the rules that refuse a plan; [] for a plan that runs."""
     return [rule for rule in RULES if rule.when(plan)]
 
 
 def check(plan: Plan, kinds: tuple[str, ...] = ("not built", "illegal")) -> None:
-    """Raises `RefusedPlan` with every reason of these kinds that applies."""
+    """Raises `RefusedPlan`, with every reason, if a rule of these kinds refuses the plan."""
     reasons = [f"{rule.combination}: {rule.reason}" for rule in applying(plan) if rule.kind in kinds]
     if reasons:
         raise RefusedPlan(f"plan {plan} is refused: " + "; ".join(reasons))

@@ -1,6 +1,6 @@
-"""`KINDS`: a row for each pipeline schedule, its order included; plans, rules, forecasts, search read it. Add one here.
+"""`KINDS`: the facts of each pipeline schedule, with the order of its ops. Plans, rules, forecasts, search read it.
 
-A new schedule is a function that writes a rank's ops and one row of the table at the end of this file.
+A new schedule is a function that returns a rank's ops, and one entry of the table at the end of this file.
 
     gpipe            all forwards, then all backwards                    Huang et al. (2019)
     1f1b             at most p - r micro-batches in flight on rank r     Narayanan et al., PipeDream (2019)
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Op:
-    """One box of the table: F forward, B whole backward, I backward of the input, W of the weights."""
+    """One op of a schedule; `kind`: F forward, B whole backward, I gradient of the input, W of the weights."""
 
     kind: str
     stage: int
@@ -33,7 +33,7 @@ class Op:
 Row = list[Op]
 
 
-# --- the rows of each schedule: (ranks, micro-batches, stages on each rank, rank) -> row
+# --- functions that return one rank's row: p ranks, m micro-batches, v stages on each rank
 
 
 def _gpipe(p: int, m: int, v: int, rank: int) -> Row:
@@ -41,7 +41,10 @@ def _gpipe(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> Row:
-    """Returns `ahead` forwards, then a forward and a backward in turns. `delay`: W comes that many backwards later."""
+    """Returns a row of `ahead` forwards, then a forward and a backward in turns.
+
+    delay  the number of backwards by which the W of one comes later than its I; None: backwards are not split
+    """
     row = forwards[:ahead]
     pending: Row = []
     for place, backward in enumerate(backwards):
@@ -57,6 +60,7 @@ def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> R
 
 
 def _one_stage(m: int, rank: int, ahead: int, delay: int | None) -> Row:
+    """Returns `_in_turns` of the forwards and backwards of all m micro-batches on the stage of `rank`."""
     forwards = [Op("F", rank, i) for i in range(m)]
     backwards = [Op("B", rank, i) for i in range(m)]
     return _in_turns(forwards, backwards, min(ahead, m), delay)
@@ -67,17 +71,17 @@ def _1f1b(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _zbh1(p: int, m: int, v: int, rank: int) -> Row:
-    """Returns ZB-H1's row: every rank keeps p micro-batches, those of later ranks waiting for their W alone."""
+    """Returns ZB-H1's row, in which every rank keeps p micro-batches, on later ranks some that lack only their W."""
     return _one_stage(m, rank, p - rank - 1, rank)
 
 
 def _zbh2(p: int, m: int, v: int, rank: int) -> Row:
-    """Returns ZB-H2's row: as many forwards ahead as a gradient takes to come back, 2p - 1 on every rank."""
+    """Returns ZB-H2's row, with forwards ahead until the first gradient is back; a rank keeps 2p - 1 micro-batches."""
     return _one_stage(m, rank, 2 * (p - rank) - 2, 2 * rank)
 
 
 def _rounds(p: int, m: int, v: int, rank: int, kind: str) -> Row:
-    """Returns p micro-batches through each of the rank's stages in turn, then the next p."""
+    """Returns the ops of `kind` ("F" or "B"): p micro-batches through each of the rank's stages, then the next p."""
     chunks = range(v) if kind == "F" else reversed(range(v))
     order = list(chunks)  # a backward goes through the stages from the last
     return [
@@ -97,7 +101,7 @@ def _interleavedzb(p: int, m: int, v: int, rank: int) -> Row:
 
 
 class _V:
-    """Writes the row of one rank of a V: its stage 0 on the way down, its stage 1 on the way up."""
+    """Builds the row of one rank whose first stage (side 0) lies on the way down the ranks, its second (1) up again."""
 
     def __init__(self, p: int, m: int, rank: int):
         self.stage = (rank, 2 * p - 1 - rank)
@@ -107,7 +111,10 @@ class _V:
         self.waiting: Row = []  # W in the order of their I
 
     def add(self, *boxes: str) -> None:
-        """Add boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
+        """Appends ops such as "F0" or "I1", kind and side (0 down, 1 up), of that kind's next micro-batch.
+
+        "W0" is the oldest W of that side that waits, "W" of any side. Micro-batches beyond m are skipped.
+        """
         for box in boxes:
             if box == "W":
                 if self.waiting:
@@ -128,12 +135,12 @@ class _V:
                     self.waiting.append(Op("W", self.stage[side], batch))
 
     def count(self, kind: str, side: int) -> int:
-        """Returns how many of these were asked for."""
+        """Returns how many ops of a kind and side `add` was given; B and I count together."""
         return self.next[("F" if kind == "F" else "B", side)]
 
 
 def _zbv(p: int, m: int, v: int, rank: int) -> Row:
-    """Returns ZBV's row; for fewer than 2p - 1 micro-batches, the row for 2p - 1 without the others."""
+    """Returns ZBV's row; for m below 2p - 1 the row for 2p - 1 micro-batches without those from m on."""
     padded = max(m, 2 * p - 1)
     row = _V(p, m, rank)
     row.add(*["F0"] * (2 * (p - rank) - 1))
@@ -147,7 +154,7 @@ def _zbv(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _dualpipev(p: int, m: int, v: int, rank: int) -> Row:
-    """Returns the eight phases of DualPipeV; where F and B run as a pair there, F comes first here."""
+    """Returns DualPipeV's row, its eight phases; F comes first where DualPipeV runs F and B as a pair."""
     row = _V(p, m, rank)
     left = p - rank - 1
     row.add(*["F0"] * (2 * left))
@@ -170,11 +177,12 @@ class Kind:
     """The facts of one schedule. p: ranks, m: micro-batches, v: stages on each rank.
 
     row        (p, m, v, rank) -> the rank's ops in order
-    placed     where stages lie: "one" on each rank, "around" the ranks several times, or down and up again ("v")
-    in_flight  (p, m, v, rank) -> micro-batches kept at once, in units of all the rank's layers; `m` at most
-    bubble     share of 1f1b's bubble, on as many stages, that is left: an estimate for the search
-    split      backwards come in two parts, I and W
-    searched   whether a search looks at it without being asked
+    placed     placement of stages: "one" on each rank, "around" the ranks v times, or "v", down the ranks and up again
+    in_flight  (p, m, v, rank) -> most micro-batches kept at once, in units of all the rank's layers; may exceed m
+    bubble     its bubble as a fraction of 1f1b's on as many stages, an estimate for the search
+    split      Whether backwards come in two parts, I and W
+    searched   Whether a search tries it by default
+    least      p -> the fewest micro-batches
     """
 
     row: Callable[[int, int, int, int], Row]
@@ -183,7 +191,7 @@ class Kind:
     bubble: float
     split: bool = False
     searched: bool = False
-    least: Callable[[int], int] = lambda p: 1  # micro-batches
+    least: Callable[[int], int] = lambda p: 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -191,7 +199,7 @@ class Kind:
         return 1 if self.placed == "one" else 2
 
     def misfit(self, p: int, m: int, v: int) -> str | None:
-        """Returns why there is no such schedule for these numbers; None where there is."""
+        """Returns why the schedule cannot be made for these numbers, a text after its name; None if it can."""
         # a V goes down the ranks and back, so each has two stages
         if self.placed == "v" and v != 2:
             return f"has two stages on each rank, not {v}"
@@ -210,7 +218,7 @@ class Kind:
         return None
 
     def owners(self, p: int, v: int) -> tuple[int, ...]:
-        """Returns the rank of each stage."""
+        """Returns the rank of each of the p * v stages."""
         if self.placed == "v":
             return (*range(p), *reversed(range(p)))
         return tuple(stage % p for stage in range(p * v))
@@ -233,11 +241,11 @@ KINDS: dict[str, Kind] = {
 
 
 def in_flight(name: str, p: int, m: int, v: int, rank: int) -> float:
-    """Returns the micro-batches that a pipeline rank keeps at once, in units of all its layers; 1.0 without one."""
+    """Returns the micro-batches that a rank keeps at once, in units of all its layers; 1.0 if p is 1 (no pipeline)."""
     return float(min(m, KINDS[name].in_flight(p, m, v, rank))) if p > 1 else 1.0
 
 
 def listed(which: Callable[[Kind], bool]) -> str:
-    """Returns the names of the schedules that are such, as a sentence lists them: "zbh1, zbh2 and zbv"."""
+    """Returns the names of the schedules for which `which(kind)`, in words, such as "zbh1, zbh2 and zbv"."""
     *names, last = [name for name, kind in KINDS.items() if which(kind)]
     return f"{', '.join(names)} and {last}" if names else last

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure data, made from a row of schedule_kinds: for each rank, which op it runs when.
+"""Pipeline schedules as pure data, made from an entry of schedule_kinds: the order of ops on each rank.
 
     pp=3, schedule=1f1b, 4 micro-batches (a digit is the micro-batch; B takes two units of time)
 
@@ -6,14 +6,14 @@
     rank 1  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
     rank 2  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
 
-F is a forward, B a whole backward. Zero-bubble schedules split it: I gives the gradient of the stage's input, which
-the stage before waits for; W gives the gradients of the weights, which nobody waits for and which fills the gaps.
+F is a forward, B a whole backward. Zero-bubble schedules split B. I computes the gradient of the stage's input, for
+which the stage before waits; W the gradients of the weights, for which nobody waits, so that it fills the gaps.
 
 Which schedules there are, and what each is: `schedule_kinds`.
 
 Times and memory are counted from the table, not from formulas; tests compare them with the formulas.
 
-What this does not do: know how long messages take. In the table they take none.
+What this does not do: know how long messages take. In the table they take no time.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from shardwise.layout.plan import Plan
 
 
-Sent = tuple[str, int, int, int]  # a message: "F", or "B" of a gradient; from stage, to stage, micro-batch
+Sent = tuple[str, int, int, int]  # a message: ("F", or "B" for a gradient; from stage; to stage; micro-batch)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds, in any unit, of one stage for one micro-batch; B takes `input` + `weight`."""
+    """Times of one stage for one micro-batch, in any unit; B takes `input` + `weight`."""
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
 
     def of(self, kind: str) -> float:
-        """Returns the time of one op of this kind."""
+        """Returns the time of one op of this kind ("F", "B", "I" or "W")."""
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}[kind]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of ops on each rank. `rows[r]` is rank r's; `owner[s]` is the rank of stage s."""
+    """The order of ops on each rank. `rows[r]`: ops of rank r in order; `owner[s]`: the rank of stage s."""
 
     name: str  # of schedule_kinds
     microbatches: int
@@ -75,9 +75,10 @@ class Schedule:
 
     @cached_property
     def brought(self) -> tuple[dict[tuple[str, int], list[tuple[int, int, int]]], ...]:
-        """Returns for each rank ("F" or "B", sender) -> [(from stage, to stage, micro-batch)] of messages to it.
+        """Returns, for each rank, ("F" or "B", sender) -> [(from stage, to stage, micro-batch)] of messages to it.
 
-        In order; "F": a forward's output, "B": a gradient. What a rank sends itself is no message.
+        In the order in which they are sent; "F": a forward's output, "B": a gradient. Between two stages on one rank
+        there is no message.
         """
         messages: list[dict[tuple[str, int], list[tuple[int, int, int]]]] = [{} for _ in self.rows]
         for rank, row in enumerate(self.rows):
@@ -91,10 +92,10 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[tuple[tuple[Sent, ...], ...], ...]:
-        """Returns for each rank its rounds: the messages (`Sent`) that it sends or receives, made at one time.
+        """Returns, for each rank, its rounds: the messages (`Sent`) that it sends or receives at one time of the table.
 
-        The times are those of the table. All ranks come to the rounds in one order, in which no rank can wait for
-        another that waits for it, even where a message is sent only once its receiver is there.
+        All ranks issue the rounds in one order, so that ranks cannot deadlock even if a message is sent only once its
+        receiver has posted the receive.
         """
         at: dict[float, list[Sent]] = {}
         for op, (_, end) in self.timeline().items():
@@ -110,19 +111,19 @@ class Schedule:
         )
 
     def _ends(self, message: Sent) -> tuple[int, int]:
-        """Returns the ranks that a message goes between."""
+        """Returns (rank that sends, rank that receives) of a message."""
         _, source, goal, _ = message
         return self.owner[source], self.owner[goal]
 
     @cached_property
     def in_order(self) -> list[tuple[int, Op, int, int]]:
-        """Returns all ops, each after what it waits for (`timing.in_order`); made once for all times."""
+        """Returns all ops, each after the one that it waits for (`timing.in_order`), the same for any times."""
         return in_order(self)
 
     def timeline(self, times: Times | None = None) -> dict[Op, tuple[float, float]]:
-        """Returns (start, end) of each op when every rank runs its row as early as it can. `times` None: 1 for F, I, W.
+        """Returns op -> (start, end) if every rank runs its row as early as it can. `times` None: 1 for F, I and W.
 
-        Raises `RefusedPlan` where the rows wait for each other in a circle.
+        Raises `RefusedPlan` if the rows wait for each other in a circle.
         """
         times = times or Times()
         forward, back, weight = ([seconds] * self.stages for seconds in (times.forward, times.input, times.weight))
@@ -150,11 +151,11 @@ class Schedule:
         self.timeline()  # raises where ops wait for each other in a circle
 
     def span(self, times: Times | None = None) -> float:
-        """Returns the time from the first op of any rank to the last of any."""
+        """Returns the time from the start of the first op of any rank to the end of the last of any."""
         return max(end for _, end in self.timeline(times).values())
 
     def bubble(self, times: Times | None = None) -> float:
-        """Returns the share of the ranks' time, until all are done, in which they wait."""
+        """Returns the fraction of time, of all ranks until all are done, in which they wait."""
         times = times or Times()
         busy = sum(times.of(op.kind) for row in self.rows for op in row)
         return 1.0 - busy / (self.ranks * self.span(times))
@@ -170,12 +171,12 @@ class Schedule:
         return max(waits)
 
     def live(self) -> tuple[int, ...]:
-        """Returns for each rank the most forwards (of one stage and micro-batch each) kept for their backward."""
+        """Returns, for each rank, the most forwards (of one stage and micro-batch each) kept for their backward."""
         return self._live
 
     @cached_property
     def _live(self) -> tuple[int, ...]:
-        """Returns, for each rank, the most micro-batches whose activations it holds at once."""
+        """Returns what `live` does; cached."""
         most = []
         for row in self.rows:
             kept = peak = 0
@@ -187,14 +188,15 @@ class Schedule:
         return tuple(most)
 
     def last_backward(self, rank: int) -> int:
-        """Returns the place, in the rank's row, of the op after which its gradients are complete."""
+        """Returns the index, in the rank's row, of the op after which its weights' gradients are complete."""
         return max(place for place, op in enumerate(self.rows[rank]) if op.kind in "BW")
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1, *, checked: bool = True) -> Schedule:
-    """Returns the table of a schedule; `RefusedPlan` where the schedule cannot be made for these numbers.
+    """Returns the `Schedule` of kind `name`; raises `RefusedPlan` if it cannot be made for these numbers.
 
-    checked   every op is looked at too, which takes as long as to play it
+    per_rank  stages on each rank
+    checked   Whether to `validate` it, which takes as long as playing it
     """
     kind = KINDS[name]
     why = kind.misfit(ranks, microbatches, per_rank)
@@ -208,7 +210,10 @@ def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1, *
 
 
 def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
-    """Returns all forwards, then all backwards, for any number of micro-batches, on stages that lie anywhere."""
+    """Returns a schedule of all forwards, then all backwards, for stages placed on ranks in any way.
+
+    owner  rank of each stage
+    """
     rows = []
     for rank in range(max(owner) + 1):
         # a rank's forwards stage by stage, its backwards from the last stage on: right for any placement
@@ -220,20 +225,21 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
     return schedule
 
 
-LONG = 16  # micro-batches for each model stage; more repeat what is between filling and emptying
+LONG = 16  # micro-batches for each model stage; further ones only repeat the phase between filling and emptying
 
 
 def few_microbatches(ranks: int, microbatches: int, chunks: int, per_stage: int = LONG) -> int:
-    """Returns the number of micro-batches, or a smaller one that shows the same filling, repeating and emptying.
+    """Returns `microbatches`, or a smaller number whose schedule has the same filling, repeating and emptying phases.
 
-    chunks      stages on each rank;  per_stage   micro-batches for each model stage
+    chunks     stages on each rank
+    per_stage  micro-batches for each stage that are enough
     """
     most = per_stage * ranks * chunks
     return microbatches if microbatches < most + 2 * ranks else most + microbatches % ranks
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Returns the table that a plan asks for; `RefusedPlan` for one without a pipeline, or whose table cannot be."""
+    """Returns the `Schedule` of a plan; raises `RefusedPlan` if it has no pipeline, or its schedule cannot be made."""
     if plan.pp == 1:
         raise RefusedPlan(f"plan {plan} has no pipeline: pp is 1")
     return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)

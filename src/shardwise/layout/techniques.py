@@ -1,4 +1,4 @@
-"""Facts on each technique, for docs/techniques/table.md: a row each; those of ZeRO: zero_stages. Costs: costs/."""
+"""Texts on each technique for docs/techniques/table.md; those of ZeRO come from zero_stages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shardwise.layout.zero_stages import SHARDED
 
 @dataclass(frozen=True)
 class Technique:
-    """One row. `plan` is an example over eight ranks; `page` its page in docs/techniques; P the bytes of parameters."""
+    """One technique, texts for the table; P in them is the bytes of the parameters."""
 
     name: str
-    page: str
-    plan: str
-    split: str  # what ranks have shares of
-    sent: str  # which messages go in a step, and how large
-    needs: str  # what must hold for it
-    when: str  # what it is chosen for
+    page: str  # its page in docs/techniques
+    plan: str  # an example over eight ranks
+    split: str  # what is divided over ranks, or over time
+    sent: str  # messages in a step, and their bytes
+    needs: str  # what a task must have for it
+    when: str  # when to choose it
 
 
 TECHNIQUES = (

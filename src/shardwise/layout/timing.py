@@ -1,7 +1,7 @@
-"""Play a pipeline schedule in time: from seconds of each stage and message to the start and end of each op.
+"""Simulate a pipeline schedule in time: from seconds of each stage and message to the start and end of each op.
 
-The tables (`schedules`) say in which order a rank works; here every op starts when its rank is free and what it needs
-has arrived.
+The tables (`schedules`) give the order of ops on a rank; here every op starts when its rank is free and its input has
+arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.layout.schedule_kinds import Op
 
 
 class ScheduleRows(Protocol):
-    """The fields of a table of ops that are read here (`schedules.Schedule` has them)."""
+    """Protocol of a schedule, the members that are read here (`schedules.Schedule` has them)."""
 
     @property
     def name(self) -> str: ...
@@ -34,10 +34,11 @@ class ScheduleRows(Protocol):
 class Played:
     """The outcome of playing a schedule.
 
-    seconds    from the first op to the last
-    busy       seconds of work of each rank
-    in_flight  the most stage activations kept at once by each rank
-    table      what was played; its ops in order started and ended at `starts` and `ends`
+    seconds        from the start of the first op to the end of the last, with the last blocking message
+    busy           seconds of work of each rank
+    in_flight      for each rank the most forwards kept at once
+    table          the schedule
+    starts, ends   seconds of each op, in the order of `table.in_order`
     """
 
     seconds: float
@@ -49,18 +50,18 @@ class Played:
 
     @property
     def ops(self) -> list[tuple[int, Op, float, float]]:
-        """Returns (rank, op, start, end) of every op, those of a rank in its order."""
+        """Returns (rank, op, start, end), in seconds, of every op; those of one rank are in its order."""
         spans = zip(self.table.in_order, self.starts, self.ends, strict=True)
         return [(rank, op, start, end) for (rank, op, _, _), start, end in spans]
 
     @property
     def bubble(self) -> float:
-        """Returns the share of the time in which the busiest rank waits."""
+        """Returns the fraction of time in which the busiest rank waits."""
         return 1.0 - max(self.busy) / self.seconds if self.seconds else 0.0
 
     @property
     def longest_span(self) -> float:
-        """Returns the seconds between the first and the last op of one rank, the longest of all ranks."""
+        """Returns the longest time of any rank, in seconds, from the start of its first op to the end of its last."""
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for rank, _, start, end in self.ops:
@@ -73,13 +74,14 @@ def play(
     table: ScheduleRows, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
     send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
-    """Returns the table, played with the seconds of each stage, and of a message between stages s and s + 1.
+    """Returns the schedule `table` played with these seconds for each stage.
 
-    backward   of the input's gradient alone (I); a whole backward (B) takes `weight` (W) on top
-    blocking   the sender's compute waits for each message too (send and receive in one call)
+    forward    seconds of F;  weight  of W
+    backward   seconds of the input's gradient alone (I); a whole backward (B) takes `weight` on top
+    send       seconds of a message between stages s and s + 1, one entry fewer than stages
+    blocking   Whether the sender's compute waits for each message too (send and receive in one call)
 
-    In which order ops find what they wait for is the table's (`Schedule.in_order`), whatever the seconds. Raises
-    `RefusedPlan` where the rows wait for each other in a circle.
+    Raises `RefusedPlan` if the rows wait for each other in a circle.
     """
     both = [b + w for b, w in zip(backward, weight, strict=True)]
     cost = [*forward, *both, *backward, *weight]  # by kind, then by stage, as all that follows
@@ -88,7 +90,7 @@ def play(
     received = [0.0, *send, *into_backward, *into_backward, *never]
     sent = [*send, 0.0, 0.0, *send, 0.0, *send, *never] if blocking else [0.0] * len(cost)
     order = table.in_order
-    ends = [0.0] * (len(order) + 1)  # the last, at place -1: of what waits for nothing
+    ends = [0.0] * (len(order) + 1)  # the last stands for `need` -1, of an op that waits for nothing
     free, busy = [0.0] * table.ranks, [0.0] * table.ranks
     starts = ends[:-1]
     for at, (rank, _, kind, need) in enumerate(order):
@@ -104,9 +106,10 @@ def play(
 
 
 def in_order(table: ScheduleRows) -> list[tuple[int, Op, int, int]]:
-    """Returns (rank, op, `_KINDS` index * stages + stage, place of the op it waits for, or -1), in an order that runs.
+    """Returns all ops, each after the one that it waits for: (rank, op, kind and stage as one index, need).
 
-    Raises `RefusedPlan` where the rows wait for each other in a circle.
+    The index is `_KINDS.index(kind) * stages + stage`; `need` the position in this list of the op that it waits for,
+    -1 for none. Raises `RefusedPlan` if the rows wait for each other in a circle.
     """
     needs = dict(zip(_KINDS, _needs(table.stages), strict=True))
     done: dict[tuple[str, int, int], int] = {}
@@ -141,9 +144,9 @@ _KINDS = "FBIW"
 
 
 def _needs(stages: int) -> tuple[list[tuple[str, int] | None], ...]:
-    """Returns, by an op's (kind, stage), the (kind, stage) of the ops of its micro-batch that it waits for.
+    """Returns, for each kind of `_KINDS`, for each stage, the (kind, stage) of the op that it waits for, or None.
 
-    I counts as the backward B, and the last stage's backward waits for its own forward.
+    Of the same micro-batch. I counts as the backward B, and the last stage's backward waits for its own forward.
     """
     last = stages - 1
     after: list[tuple[str, int] | None] = [("B", stage + 1) for stage in range(last)]

@@ -1,4 +1,4 @@
-"""Which dims a view splits and merges. Pure arithmetic on shapes."""
+"""Find which dims a view splits and merges. Pure arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ class NoView(ValueError):
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Returns the smallest runs (dims before, dims after) of equal product in a view. Raises `NoView`."""
+    """Returns the smallest runs (dims before, dims after) of equal product in a view, in order.
+
+    For example (6, 4) -> (2, 3, 4) gives [(range(0, 1), range(0, 2)), (range(1, 2), range(2, 3))]. Raises `NoView`.
+    """
     return list(_groups(tuple(before), tuple(after)))
 
 
 @lru_cache(maxsize=4096)
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[range, range], ...]:
-    """Returns `groups` as a tuple: each run takes dims from the side whose product is smaller until both are equal."""
+    """Returns `groups` as a tuple; a run takes dims from the side of the smaller product until both are equal."""
     runs, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j

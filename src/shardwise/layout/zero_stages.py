@@ -1,4 +1,4 @@
-"""`STAGES`: a row for each stage of ZeRO, read by plans, rules, engine, rehearsals, forecasts and pages. Add one here.
+"""`STAGES`: the facts of each stage of ZeRO, read by plans, rules, engine, rehearsals, forecasts and docs.
 
 A shard group is the ranks of dp_shard times those that cut positions. Between micro-batches each of its ranks keeps:
 
@@ -8,7 +8,7 @@ A shard group is the ranks of dp_shard times those that cut positions. Between m
     2      shard                      shard       whole     m reduce-scatters; all-gather of weights
     3      shard                      shard       shard     m reduce-scatters and 2m all-gathers of each unit
 
-A variant is a row at the end of this file and a room for what it does: `parallel/flat` (1, 2), `parallel/full` (3).
+A new variant is an entry at the end of this file and code that runs it: `parallel/flat` (1, 2), `parallel/full` (3).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """A stage of ZeRO: what a rank of a shard group keeps as a shard, and facts on it for pages.
+    """A stage of ZeRO: what a rank of a shard group keeps as a shard, and texts on it for the docs.
 
-    number      as plans write it
-    name        of data parallelism of this kind, as families of layouts are called
-    adds        what it shards beside what the stage before it does
-    state       optimizer state and masters are shards: an optimizer must bear pieces, or owners of whole tensors
-    gradients   they are shards too: reduced after every micro-batch, so that none outlives a backward whole
-    weights     they are shards too, of units
-    gathers     all-gathers of a unit's weights in each micro-batch: 2 where it is freed after its forward and gathered
-                again for its backward, 1 where it is kept until its backward is over, 0 where weights are no shards
-    searched    a search tries it beside cuts of the module without being asked: the others save less, or cost more
-    split, sent, needs, when   texts of docs/techniques: what is sharded and sent, what it asks for, when to take it
+    number      its number in plans (`zero=`)
+    name        its name in forecasts and docs
+    adds        what it shards beyond the stage before it, a text
+    state       Whether optimizer state and master weights are sharded, as pieces or by owners of whole tensors
+    gradients   Whether gradients are sharded too, so that they are reduced after every micro-batch
+    weights     Whether weights are sharded too, by units
+    gathers     all-gathers of a unit's weights in each micro-batch: 2 if it is freed after its forward and gathered
+                again for its backward, 1 if it is kept until its backward is over, 0 if weights are not sharded
+    searched    Whether a search tries it beside cuts of the module by default; the others save less, or cost more
+    split, sent, needs, when   as of `techniques.Technique`
     """
 
     number: int
@@ -47,11 +47,11 @@ class ZeroStage:
 
     @property
     def flat(self) -> bool:
-        """Whether shards are flat pieces of buckets, beside weights that stay whole."""
+        """Whether shards are flat pieces of buckets, while the module's weights stay whole."""
         return self.state and not self.weights
 
     def reductions(self, micro_batches: int) -> int:
-        """Returns how often gradients are reduced in a step of so many micro-batches."""
+        """Returns the number of times that gradients are reduced in a step of so many micro-batches."""
         return micro_batches if self.gradients else 1
 
 
@@ -90,5 +90,8 @@ PER_MICROBATCH = STAGES[2]  # what is kept whole beside units of zero=3 (experts
 
 
 def default_stage(ranks: int, *, moved: bool = False) -> int:
-    """Returns the stage of a plan that names none, over so many ranks of dp_shard; `moved`: weights lie elsewhere."""
+    """Returns the number of the stage of a plan that names none.
+
+    ranks  degree of dp_shard;  moved  whether weights lie on the host or a disk (`Plan.moves_weights`)
+    """
     return DEFAULT if ranks > 1 or moved else UNSHARDED.number

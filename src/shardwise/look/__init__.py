@@ -1,1 +1,1 @@
-"""Looks at a task before its first step: whether a plan on it would equal one process. See docs/design.md."""
+"""Checks of a task before its first step: whether a plan on it would equal one process. See docs/design.md."""

@@ -1,4 +1,4 @@
-"""What `deterministic` needs beside a fixed order of sums (comm/tree): one thread, samples that share nothing."""
+"""What `deterministic` needs beside a fixed order of sums (comm/tree): one thread, and samples that are independent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.step.state import RankState
 
 
 def fix_threads(state: RankState) -> None:
-    """Set one thread for this rank's operations, whose order of sums follows from how many there are.
+    """Sets one thread for this rank's operations, since the order of their sums depends on the number of threads.
 
     Raises `RefusedPlan` on an accelerator.
     """
@@ -29,8 +29,8 @@ def fix_threads(state: RankState) -> None:
 
 
 def refuse_shared(findings: Findings) -> None:
-    """Raise `RefusedPlan` for a module in which pieces of a batch would meet, or leave something behind."""
-    # in eval mode it normalises by running statistics, whoever else is in the batch
+    """Raises `RefusedPlan` for a module in which pieces of a batch depend on each other or change its state."""
+    # in eval mode it normalises by running statistics, independent of the other samples
     if any(module.training for module in findings.batch_norms):
         raise RefusedPlan(
             "deterministic: batch norm joins all samples of a micro-batch, and each piece is computed alone: use a "

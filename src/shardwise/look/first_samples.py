@@ -1,8 +1,8 @@
-"""Check before the first step that a task's loss adds up over samples. A script's: scripts/model_look.
+"""Check before the first step that a task's loss adds up over samples. (scripts/model_look does it for a script.)
 
-That single look finds what would make a distributed run differ from one process: a loss that is a mean, a contrastive
-loss, a module that mixes samples or keeps statistics of its own. The same runs show which modules call batch norm,
-and which dim of each random tensor is the batch; masks dealt by those dims must then add up too.
+This finds what would make a distributed run differ from one process: a loss that is a mean, a contrastive loss, a
+module that mixes samples or keeps statistics of its own. The same runs show which modules call batch norm, and which
+dim of each random tensor is the batch; with masks that follow these dims the loss must add up too.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """What a look at a few samples before the first step has found of a module and its loss."""
+    """Results of running a module and its loss on a few samples before the first step."""
 
     batch_norms: list[nn.Module]
     dims: BatchDims
     notices: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or gives other memory
-    reentrant: bool = False  # checkpoints run their backward by themselves
-    changed: list[str] = field(default_factory=list)  # buffers that it changes
-    joined: dict[str, str] = field(default_factory=dict)  # of these, made of samples: the way in which ranks join them
-    read: list[str] = field(default_factory=list)  # buffers that its operations are given
-    draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
-    scores: bool = False  # attention has dropout
+    written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or whose data it sets
+    reentrant: bool = False  # whether reentrant checkpoints run, whose backward is one of its own
+    changed: list[str] = field(default_factory=list)  # buffers that the forward changes
+    joined: dict[str, str] = field(default_factory=dict)  # changed buffer -> the way in which ranks join it
+    read: list[str] = field(default_factory=list)  # buffers that ops of the forward read
+    draws: list[str] | None = field(default_factory=list)  # random ops, "op in 'module'"; None: not looked for
+    scores: bool = False  # whether attention with dropout runs
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
-    keeps_samples: str = ""  # the name of what it keeps of each sample for the next forward
-    into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
-    sample_bytes: float = 0.0  # of the widest result of a module, for each sample
+    keeps_samples: str = ""  # attribute that keeps something of each sample for the next forward; "" for none
+    into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into their arguments
+    sample_bytes: float = 0.0  # bytes per sample of the largest output of any module
     widest: str = ""  # the path of that module
 
 
@@ -67,22 +67,21 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
          mixes: bool = False) -> Findings:  # fmt: skip
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
-    Without gradients; with them for a forward that takes some itself.
-    parts    None: of a single sample, and nothing is compared
-    joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
-             together
-    strict   the plan splits samples: `RefusedPlan` for what does not add up; otherwise it is a notice
-    masks    masks will be dealt by global index: try that too
-    share    what any rank that runs a part of the forward found, so that all go the same way from there
-    again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
-             whose choices may differ by less than this look tells from rounding. Collective, asked or not
-    follows  other memory that a forward gives a piece (`p.data = x`) is taken up
-    staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
-             fail without them where others' do not
+    Runs without gradients, unless the forward takes some itself.
+    parts    None for a single sample, when nothing is compared
+    joined   None for a loss that adds up over samples; else (whole, parts) -> the loss on the parts' joined outputs
+    strict   whether the plan splits samples, so that a problem raises `RefusedPlan`; otherwise it is a notice
+    masks    whether masks will follow global indices, so that these are tried too
+    share    this rank's list -> the lists of all ranks that run a part of the forward, joined: all then branch alike
+    again    `Again`: the comparison in float64 in one process. Needed if values are read in Python, by which choices
+             may differ by less than rounding in this dtype. Collective, called whether this rank asks or not
+    follows  whether other memory that a forward gives a shard (`p.data = x`) is used from then on
+    staged   None without pipeline stages; else whether the forward takes gradients itself, since this rank's part may
+             fail without them while others' do not
     functions  of the user's that `evaluate` calls beside the module
-    joins    ranks may join buffers after each forward (step/joined_buffers)
-    mixes    modules that mix samples may run on all of them: raises `MixesSamples` where some are found that do not
-    Raises `TakesGradients` where units of zero=3 are to be put together first, its `WritesWeights` for pieces written.
+    joins    whether ranks may join buffers after each forward (step/joined_buffers)
+    mixes    whether modules that mix samples may run on all ranks' samples: raises `MixesSamples` for new ones
+    Raises `TakesGradients` if units of zero=3 must be merged first, its subclass `WritesWeights` for written shards.
     """
 
     def attempt() -> Findings:
@@ -112,17 +111,17 @@ def gently(
     module: nn.Module, run: Callable[[], T], *, share: Callable[[list[str]], list[str]] = list,
     staged: bool | None = None,
 ) -> T:  # fmt: skip
-    """Returns `run()`, computed without gradients, or with them where the forward itself takes gradients.
+    """Returns `run()`, computed without gradients, or with them if the forward itself takes gradients.
 
     `share` and `staged` are as in `look`; without stages `staged` is None.
-    Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
+    Raises `TakesGradients` if units of zero=3 free the weights that such gradients go through.
     """
     try:
         if not staged:
             with torch.no_grad(), HooksLeftOut(), _unwarned():
                 return run()
     except RuntimeError as error:
-        # Of stages it is known beforehand: one that tried again alone would leave the others waiting.
+        # With stages `staged` tells beforehand, since one stage that tried again alone would leave others waiting.
         if staged is not None or not needs_gradients(error):
             raise
     if has_units(module) if staged is None else share(["units"] if has_units(module) else []):  # on any stage
@@ -134,7 +133,7 @@ def gently(
 
 
 def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
-    """Returns `evaluate`, made to refuse a forward that reads complex weights (held as pairs) past their attributes."""
+    """Returns `evaluate`, changed to refuse a forward that reads complex weights past their module attributes."""
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:
@@ -146,7 +145,7 @@ def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Context: warnings are left out. The task's come in its first step, not for each number of samples looked at."""
+    """Context without warnings, which the task's first step gives once, rather than every run of the look."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -154,7 +153,7 @@ def _unwarned() -> Iterator[None]:
 
 @dataclass
 class _Look:
-    """One attempt at the look, by the parameters of `look`; `findings` and `problems` grow from case to case."""
+    """One attempt at the look; fields as the parameters of `look`. Runs add to `findings` and `problems`."""
 
     module: nn.Module
     evaluate: Evaluate
@@ -174,20 +173,20 @@ class _Look:
 
     def __post_init__(self) -> None:
         self.findings, self.problems = Findings([], BatchDims()), list[str]()
-        self.drawn: list[Drawn] = []  # by every run
-        self.joins: Values = {}  # of buffers that ranks join: what all samples leave
+        self.drawn: list[Drawn] = []  # random calls of every run
+        self.joins: Values = {}  # buffers that ranks join -> their value after a forward on all samples
         self.seen = Seen(self.module)
         self.run = Runner(self.module, self.evaluate, self.seen, self.functions)
 
     def take(self) -> Findings:
-        """Returns the `Findings` of all runs. Raises `RefusedPlan` for problems where samples are split (`strict`)."""
+        """Returns the `Findings` of all runs; raises `RefusedPlan` for problems if samples are split (`strict`)."""
         findings, seen = self.findings, self.seen
         with torch.random.fork_rng(devices=[]), seen.watching():
             of_whole, calls, pairs, left = self._run_whole()
             self.problems += self.share(seen.problems())
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
-            # after a problem a difference of the parts would be its echo
+            # after a problem the parts would differ because of it
             elif not self.problems:
                 self._compare(of_whole, *self._run_parts(self.parts, calls, pairs, left), self.parts)
             findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
@@ -213,7 +212,7 @@ class _Look:
         return bool(self.share(["here"] if here else []))
 
     def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs, Values]:
-        """Run all samples; returns (loss, random calls, watch of calls that made all pairs, buffers afterwards)."""
+        """Runs all samples; returns (loss, random calls, watch for all pairs, name -> buffer afterwards)."""
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -229,9 +228,9 @@ class _Look:
     def _run_parts(
         self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs, left: Values
     ) -> tuple[Loss, Loss, str]:
-        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "").
+        """Runs both parts; returns (first loss, second loss, message on all pairs of samples or "").
 
-        Raises `MixesSamples` where modules that mix may run on all samples.
+        Raises `MixesSamples` if modules that mix samples may run on all of them.
         """
         first, _, changed_by_first = self.run(parts[0])
         with AllPairs(self.sizes[2]) as pairs_of_part:
@@ -240,7 +239,7 @@ class _Look:
         self._compare_norms(*self.seen.norm_calls[-3:])  # of the whole and the parts
         self._learn(calls, part_calls)
         if self._anywhere(self.seen.reads_values and (calls or part_calls)):
-            for level in (0.02, 0.98):  # the other sides of branches that chance decides
+            for level in (0.02, 0.98):  # low and high random numbers, for both sides of random branches
                 calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
                 self._learn(*calls_at_level)
                 self.drawn += [*calls_at_level[0], *calls_at_level[1]]
@@ -253,12 +252,12 @@ class _Look:
         return first, second, told_pairs(pairs, pairs_of_part)
 
     def _learn(self, calls: list[Drawn], part_calls: list[Drawn]) -> None:
-        """Note which dim counts samples in what is drawn for the whole and for the second part."""
+        """Records which dim counts samples in each random tensor, from the calls for the whole and the second part."""
         n, _, count = self.sizes
         self.findings.dims.learn(dealt_draws(self.module, calls), dealt_draws(self.module, part_calls), n, count)
 
     def _compare_norms(self, *runs: list[tuple[nn.Module | None, int]]) -> None:
-        """Note where batch norms are taken over groups of samples, or raise `MixesSamples` of what lies around them."""
+        """Records batch norms over groups of samples, or raises `MixesSamples` for modules around them."""
         problems, norms = norms_differ(*runs)
         paths = {child: path for path, child in self.module.named_modules()}
         around = self.share([paths[norm].rpartition(".")[0] for norm in norms])
@@ -268,10 +267,11 @@ class _Look:
         self.problems += problems
 
     def _join(self, differ: list[str], left: Values, by_parts: tuple[Values, Values]) -> None:
-        """Note by which ways what the parts' forwards left in buffers, joined, is what the whole's forward left.
+        """Records in which way ranks can join buffers, so that the parts' values give the whole's.
 
-        From the module's buffers as they are, from those that a first forward has left, and of equal samples: what
-        marks that a sample came, or keeps the largest, adds up by chance where samples differ.
+        differ, left, by_parts  names that differ by part; buffers after a forward on the whole, and on each part
+        A way must fit from the module's buffers, from those after a first forward, and on equal parts, since what marks
+        that a sample came, or keeps the largest, may fit once by chance.
         """
         buffers, (_, *sizes), bar = dict(self.module.named_buffers()), self.sizes, bar_of(self.dtype)
         names = [name for name in differ if name in buffers]
@@ -292,7 +292,7 @@ class _Look:
                 self.findings.joined[name], self.joins[name] = way, left[name]
 
     def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:
-        """Compare the whole's loss with its parts', then second forwards and masks where these have found nothing."""
+        """Compares the whole's loss with its parts', then second forwards and masks if there is no problem."""
         findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
         if self.share([] if finite(of_whole, first, second) else ["not finite"]):
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
@@ -310,7 +310,7 @@ class _Look:
         if not self.strict or self.joined is not None:  # nothing is split, or parts have no losses to compare again
             return
         if not self.problems and (left := self.share(seen.left)):
-            # Of other shapes for other numbers of samples: it is kept for each sample.
+            # Shapes that follow the number of samples show that it is kept for each sample.
             per_sample = seen.kept_shapes[0] != seen.kept_shapes[-1]
             differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype, self.joins)
             self.problems += self.share(differs)
@@ -321,7 +321,7 @@ class _Look:
 
 @contextmanager
 def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows: bool) -> Iterator[None]:
-    """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces.
+    """Context that raises `WritesWeights` if the forward inside wrote into weights of which ranks hold shards.
 
     Parameters as in `look`.
     """
@@ -331,7 +331,7 @@ def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows
 
     try:
         yield
-    except RuntimeError as error:  # of a write of something whole into a piece
+    except RuntimeError as error:  # a write of an unsharded value into a shard
         if names := lost():
             raise WritesWeights(names) from error
         raise
@@ -346,7 +346,7 @@ def _draw_text(path: str, op: str) -> str:
 
 def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
                  pairs: str) -> list[str]:  # fmt: skip
-    """Returns [a problem] where the parts' losses do not add up to the whole's, with the likeliest remedy; else []."""
+    """Returns [a problem] if the parts' losses do not add up to the whole's, with a remedy; else []."""
     apart = number_apart(whole, first, second, dtype)
     if apart is None:
         return []
@@ -368,7 +368,7 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
 
 
 def _of_a_metric(name: str, sums: str) -> str:
-    """Returns the problem of one of Task.metrics that does not add up; "" for another number of the loss."""
+    """Returns the problem if `name` is a number of Task.metrics; "" for one of the loss. `sums`: what differs."""
     what, _, rest = name.partition(METRICS)
     if not rest:
         return ""
@@ -383,11 +383,11 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
                   sizes: tuple[int, ...], dtype: torch.dtype, joins: Values) -> tuple[list[str], bool]:  # fmt: skip
     """Returns (problems of a second forward, which finds what a first one `left`; whether it reads that).
 
-    joins  of the buffers that ranks join, by name: what all samples leave
+    joins  name -> value after a forward on all samples, for buffers that ranks join
     """
     of_whole, first, second = (run.second(batch, joins) for batch in (whole, *parts))
     apart = number_apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
-    # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
+    # Bit by bit: the same samples give another loss only if the second forward reads what the first one left.
     read = of_whole.numbers() != of_first.numbers()
     if apart is None:
         return [], read
@@ -402,7 +402,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
 
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
-    """Returns [a sentence] on the first number that the whole's loss and the joined parts' have otherwise; else []."""
+    """Returns [a sentence] on the first number that differs between the whole's loss and joined parts'; else []."""
     for name, value in whole.numbers().items():
         other = joined.numbers().get(name, 0.0)
         if not added_up(name, whole, other, dtype):
@@ -418,7 +418,7 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
-    """Returns [a problem] where no order of samples in random tensors makes the parts' masks the whole's; else []."""
+    """Returns [a problem] if no order of samples in random tensors makes the parts' masks the whole's; else []."""
     n, a, b = sizes
     apart: list[tuple[str, float, float]] = []
     for order in dims.orders(n):
@@ -441,7 +441,7 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
 
 
 def explained(error: Exception) -> RefusedPlan | None:
-    """Returns the `RefusedPlan` that explains an error which only zero=3 causes, None for any other error."""
+    """Returns the `RefusedPlan` that explains an error which only zero=3 causes; None for other errors."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return RefusedPlan(USED_OUTSIDE)
     return None

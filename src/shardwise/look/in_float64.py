@@ -1,8 +1,8 @@
 """Check in float64 that choices which a forward makes by values it reads are the same on a part of the batch.
 
-A solver that takes the size of its steps from the largest error of its batch gives, on a rank's part, what it gives on
-the whole batch up to its own tolerance: less than a look in the plan's precision can tell from rounding. So where a
-forward was seen to read values, the loss and its gradients are compared once more in float64, in one process.
+A solver that takes its step size from the largest error in its batch gives the same results on a rank's part as on the
+whole batch up to its own tolerance, a difference that the plan's precision hides in rounding. So if a forward reads
+values, the loss and its gradients are compared once more in float64, in one process.
 
     error of a gradient = max|a - b| / max(max|b|, 1e-4 of the largest gradient)       b: the whole batch
     bars                  1e-11 for the loss, 1e-10 for gradients, a tenth of those of a proof; at least a hundred times
@@ -35,38 +35,38 @@ from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
 
 LOSS_BAR, GRADIENT_BAR = 1e-11, 1e-10
-ALLOWANCE = 100
-DRAWS = 3  # of initial weights: which choices a solver comes to hangs on them
-MOST_DRAWN = 2**24  # parameters: of a larger model one draw is tried, since each takes seconds
-SMALL = 2**16  # elements of a weight whose gradient is compared in a large model
-FLOOR = 1e-4  # of the largest gradient: a true zero does not fail by its rounding
+ALLOWANCE = 100  # factor on the effect of one epsilon
+DRAWS = 3  # sets of initial weights that are tried, since a solver's choices depend on them
+MOST_DRAWN = 2**24  # parameters above which only one set of weights is tried, since each takes seconds
+SMALL = 2**16  # most elements of a weight whose gradient is compared in a large model
+FLOOR = 1e-4  # fraction of the largest gradient that is the floor of errors, so that rounding of a zero counts little
 DOUBLE = Precision.of(Plan(precision="fp64"))
 
 Parts = tuple[Any, Any]  # of a batch
 Gradients = dict[str, torch.Tensor]
-Result = tuple[dict[str, float], Gradients]  # every sum and weight of the loss, and the gradients of its total
-Again = Callable[[bool, bool], "str | None"]  # whether this rank asks, and of every gradient -> what differs
+Result = tuple[dict[str, float], Gradients]  # (name -> sum or weight of the loss, gradients of its total)
+Again = Callable[[bool, bool], "str | None"]  # (whether this rank asks, whether for all gradients) -> what differs
 
 
 def task_differs(
     task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int, *, every: bool = True
 ) -> str | None:  # fmt: skip
-    """Returns the difference of the task's loss on `whole` and on single samples, in float64, as text, or None.
+    """Returns, as text, the largest difference between the task's loss on `whole` and on single samples, or None.
 
-    module  the task's, for its size alone
-    parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
-    seed    of the run: its initial weights are tried, and of a model that is not large those of the next two seeds
-    every   compare every gradient of a large model too; else those of its small weights: another choice of the forward
-            shows in the loss and in what reaches them, and all in float64 would be held four times
+    module  the task's, for its number of parameters alone
+    parts   two parts of `whole`, for a loss over pairs of samples, which cannot be computed sample by sample
+    seed    of the run; initial weights of this seed are tried, and of the next two if the model is not large
+    every   whether all gradients of a large model are compared, or only those of small weights: another choice of the
+            forward shows in the loss and in these too, and all gradients in float64 would be held four times
 
-    Raises `Untried` for a model that is too large for it, that cannot be built, or that has no float64.
+    Raises `Untried` for a model that is too large, that cannot be built, or that has no float64.
     """
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
         raise Untried(f"{elements:.2g} parameters are many to hold in float64")
-    # a choice may by chance come out alike with one set of weights
+    # with one set of weights a choice may be the same by chance
     draws = DRAWS if elements <= MOST_DRAWN else 1
-    # of a large model each sample costs seconds, and two of them show a choice that is made for both at once
+    # for a large model each sample takes seconds, and two show a choice that is made for both at once
     if elements > MOST_DRAWN and task.loss_scope != "global":
         whole = slice_samples(whole, 0, 2)
     count = samples_in(whole)
@@ -77,7 +77,7 @@ def task_differs(
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
         if elements > MOST_DRAWN and not every:
             _hold_large(own)
-        # sample by sample shows most; a loss over pairs of samples has none of its terms there
+        # single samples show most, but a loss over pairs of samples has no terms on them
         if task.loss_scope != "global":
             text = differs(own, forward.local, whole, alone)
         else:
@@ -88,7 +88,7 @@ def task_differs(
 
 
 def _hold_large(module: nn.Module) -> None:
-    """Let large weights take no gradients, where there are small ones that do."""
+    """Freezes the large weights of the module, if it has small trained ones."""
     trained = [param for param in module.parameters() if param.requires_grad]
     if any(param.numel() <= SMALL for param in trained):
         for param in trained:
@@ -96,11 +96,11 @@ def _hold_large(module: nn.Module) -> None:
 
 
 def _drawn(task: Task, seed: int) -> nn.Module:
-    """Returns the task's module in float64, with the initial weights that a run of this seed has."""
+    """Returns the task's module in float64, with the initial weights of a run of this seed."""
     built = build(task.model, seed)
     built.value_from = task.weights
-    # Each in float64 at once, so that a second copy of the model is never held; put in place last, since a value
-    # may be made of others.
+    # Each is cast when it is made, so that no second copy of the model is held; all are put in place last, since a
+    # value may be computed from others.
     values = {
         id(tensor): built.value(name).to(DOUBLE.dtype_of(tensor), copy=True)
         for name, tensor in named_tensors(built.module)
@@ -114,12 +114,12 @@ def _drawn(task: Task, seed: int) -> nn.Module:
 def differs(
     module: nn.Module, evaluate: Evaluate, whole: Any, parts: Sequence[Any], *, joined: Evaluate | None = None
 ) -> str | None:
-    """Returns, as text, the number or gradient that differs most between `whole` and its `parts`; None where none does.
+    """Returns, as text, the number or gradient that differs most between `whole` and its `parts`; None if none does.
 
-    module  in float64, and nobody else's: its weights are moved
-    joined  for a loss that does not add up over samples: (whole, parts) -> the loss on the parts' outputs together
+    module  in float64, and used nowhere else, since its weights are moved
+    joined  for a loss that does not add up over samples: (whole, parts) -> the loss on the parts' joined outputs
 
-    Raises `Untried` where float64 fails, `RefusedPlan` as what watches the forward does.
+    Raises `Untried` if float64 fails, `RefusedPlan` as `Seen` does.
     """
     seen = Seen(module)
     run = _Doubled(module, seen)
@@ -134,10 +134,10 @@ def differs(
             errors = _errors(of_whole, of_parts)
             if not any(error > _bar(name) for name, error in errors.items()):
                 return None
-            # A model that magnifies rounding differs by this alone: what one epsilon of the weights does is allowed.
+            # A model that magnifies rounding differs by that alone, so the effect of one epsilon is allowed for.
             _nudge(module)
             noise = _errors(of_whole, run(evaluate, whole))
-    except RefusedPlan:  # by what watches the forward, and true of the plan too
+    except RefusedPlan:  # raised by `Seen`, and true of the plan too
         raise
     except Exception as error:
         raise Untried(f"in float64 it fails: {type(error).__name__}: {error}") from error
@@ -150,7 +150,7 @@ def differs(
 
 
 class _Doubled:
-    """Runs a loss and its backward in float64, casts of the module's own included."""
+    """Runs a loss and its backward in float64, without the module's own casts to narrower dtypes."""
 
     def __init__(self, module: nn.Module, seen: Seen) -> None:
         self.run = Runner(module, self._evaluate, seen)
@@ -158,18 +158,18 @@ class _Doubled:
         self.gradients: Gradients = {}
 
     def __call__(self, evaluate: Evaluate, batch: Any) -> Result:
-        self.gradients = {}  # those of the last run are its caller's
+        self.gradients = {}  # a new dict, since the last run's caller holds the other one
         with torch.enable_grad(), KeepDouble(), default_dtype(torch.float64):
             loss = self.run((evaluate, batch))[0]
         return loss.numbers(), self.gradients
 
     def _evaluate(self, call: tuple[Evaluate, Any]) -> Loss:
-        """Returns the loss; its gradients are taken here, before what the forward changed is put back."""
+        """Returns the loss and sets `gradients`, taken here, before what the forward changed is put back."""
         evaluate, batch = call
         loss = evaluate(batch)
         params = [param for _, param in self.named]
         taken = torch.autograd.grad(loss.total, params, allow_unused=True) if loss.total.requires_grad else ()
-        pairs = zip(self.named, taken, strict=False)  # none are taken of a loss without a graph
+        pairs = zip(self.named, taken, strict=False)  # a loss without a graph has none
         self.gradients = {name: gradient for (name, _), gradient in pairs if gradient is not None}
         return loss
 
@@ -185,14 +185,14 @@ def _added(first: Result, second: Result) -> Result:
 
 
 def _errors(whole: Result, other: Result) -> dict[str, float]:
-    """Returns {name in a message: relative error} of each number and each gradient of `other` against `whole`."""
+    """Returns name in a message -> relative error, for each number and gradient of `other` against `whole`."""
     errors = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
     largest = max((float(gradient.abs().max()) for gradient in whole[1].values() if gradient.numel()), default=0.0)
     for name in sorted(whole[1] | other[1]):
         a, b = whole[1].get(name), other[1].get(name)
         like = a if a is not None else b
         assert like is not None
-        # a weight that one of the two does not reach has a gradient of zero there
+        # a weight without a gradient on one of the two sides has a gradient of zero there
         a, b = (torch.zeros_like(like) if gradient is None else gradient for gradient in (a, b))
         scale = max(float(a.abs().max()) if a.numel() else 0.0, FLOOR * largest, 1e-300)
         errors[f"the gradient of '{name}'"] = float((a - b).abs().max()) / scale if a.numel() else 0.0
@@ -208,7 +208,7 @@ def _bar(name: str) -> float:
 
 
 def _nudge(module: nn.Module) -> None:
-    """Move every weight by one epsilon, up or down by its place."""
+    """Moves every weight by one epsilon, up and down in turn."""
     with torch.no_grad():
         for param in module.parameters():
             if param.is_floating_point() or param.is_complex():
@@ -219,12 +219,13 @@ def _nudge(module: nn.Module) -> None:
 def choices(
     again: Again, repeats: str, asked: bool, backwards: list[str], *, every: bool
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Returns (problems, notices) of choices made by values of a batch, and of mixing backwards. Collective.
+    """Returns (problems, notices) of choices made by values of a batch, and of backwards that mix samples. Collective.
 
-    repeats    as `Seen.repeats` gives it
-    asked      this rank saw values read, or a backward of the user's; others may ask where this one does not
-    backwards  `Runner.own_backwards`, of a forward that reads no values
-    every      the user's own backwards ran, so that a gradient may differ where nothing else does
+    again      the comparison in float64
+    repeats    text of `Seen.repeats`; "" if no module runs more often on more samples
+    asked      whether this rank saw values read, or a backward of the user's, though other ranks may not have
+    backwards  `Runner.own_backwards`, for a forward that reads no values; [] otherwise
+    every      whether backwards of the user's ran, so that gradients may differ though the loss does not
     """
     made = (
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
@@ -233,7 +234,7 @@ def choices(
     by = " or ".join(dict.fromkeys(backwards))
     try:
         differs = again(asked, every)
-    except Untried as why:  # told and not refused: nothing was shown
+    except Untried as why:  # a notice and no refusal, since nothing was shown
         if backwards:
             notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
             return [], [notice] if asked else []

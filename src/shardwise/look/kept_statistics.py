@@ -1,17 +1,17 @@
-"""Which buffers a forward leaves otherwise for parts of a batch, and which batch norms are taken over other samples."""
+"""Find buffers that differ after forwards on parts of a batch, and batch norms over groups of a batch's samples."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-Values = dict[str, torch.Tensor]  # by name
+Values = dict[str, torch.Tensor]  # name of a buffer -> its value after a forward
 
 
 def differing(first: Values, second: Values) -> list[str]:
-    """Returns the names under which both have a tensor of one shape, of other values.
+    """Returns the names under which both have a tensor of the same shape but of other values.
 
-    Two of NaN alone do not differ: a stage of a pipeline makes these of what it was not sent.
+    Two tensors of NaN alone count as equal, since a pipeline stage has such for what it was not sent.
     """
     return [
         name
@@ -22,7 +22,7 @@ def differing(first: Values, second: Values) -> list[str]:
 
 
 def statistics_differ(names: list[str]) -> list[str]:
-    """Returns [the problem] of buffers of these names, which no sum or mean over ranks would join; [] of none."""
+    """Returns [the problem] of buffers of these names, which no sum or mean over ranks joins; [] without names."""
     listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return names and [
         f"{listed} {'is' if len(names) == 1 else 'are'} computed from the samples of a micro-batch, by other means "
@@ -32,14 +32,14 @@ def statistics_differ(names: list[str]) -> list[str]:
 
 
 def norms_differ(*runs: list[tuple[nn.Module | None, int]]) -> tuple[list[str], list[nn.Module]]:
-    """Returns ([the problem], norms) of batch norms over other samples than the batch's: of ghost batches, of a few.
+    """Returns ([the problem], norms) of batch norms that are not taken over all of a batch; ([], []) if none are.
 
-    runs  of the whole and of two parts: (norm, how many values of a channel it was given) of each call
+    runs  of the whole and of two parts: (norm, how many values of a channel it got) of each call, in order
     """
     apart = []
     for norm in dict.fromkeys(norm for run in runs for norm, _ in run):
         whole, first, second = ([rows for caller, rows in run if caller is norm] for run in runs)
-        # n == a == b: as many for any number of samples, so they are not what is normalised over
+        # n == a == b: as many values for any number of samples, so the norm is not taken over samples
         same_calls = len(whole) == len(first) == len(second)
         if not same_calls or any(
             n not in (a + b, a) or (n == a != b) for n, a, b in zip(whole, first, second, strict=True)

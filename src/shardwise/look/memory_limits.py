@@ -22,19 +22,19 @@ from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.ranks import local_size
 
-MANY = 2**12  # positions, of which all pairs are no small tensor
+MANY = 2**12  # positions from which a tensor over all pairs of them is large
 MASKS = "Say is_causal=True where it is causal, give none where all are read, and (B, 1, 1, S) where it hides padding"
 
 
 def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str]) -> None:
-    """Raise `InputError` where weights and their gradients alone are more than the device has, or where they lie.
+    """Raises `InputError` if weights and gradients alone exceed the memory of the device, or of the host under offload.
 
-    A lower bound: optimizer state and activations come on top. Cuts of tp, ep and zero=3 are taken as even.
+    A lower bound: optimizer state and activations come on top. tp, ep and zero=3 are taken to divide weights evenly.
     `absent`: names of the weights of other pipeline stages.
     """
     home = CPU if weights_on_host(plan.offload) else mesh.device
     total = memory_bytes(home)
-    # nothing tells how much there is (no /proc): nothing is refused
+    # the amount of memory is unknown (no /proc), so nothing is refused
     if total is None:
         return
     over = plan.tp * plan.ep * (mesh.shard.size if plan.sharded.weights else 1)
@@ -56,7 +56,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
 
 
 def check_host(needed: int, plan: Plan, mesh: Mesh) -> None:
-    """Raise `RefusedPlan` where the ranks of a host would keep more in its memory than is free there. Collective.
+    """Raises `RefusedPlan` if the ranks of a host would keep more in its memory than is free there. Collective.
 
     needed  bytes that this rank is about to allocate
     """
@@ -76,9 +76,9 @@ def check_host(needed: int, plan: Plan, mesh: Mesh) -> None:
 
 
 def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:
-    """Raise `InputError` where a mask over all pairs of positions, whole on every rank, is more than the device has.
+    """Raises `InputError` if an attention mask over all pairs of positions exceeds the memory of the device.
 
-    ranks  of the world, all on this host where no launcher says otherwise
+    ranks  of the world, taken to be all on this host unless a launcher says otherwise; each holds the whole mask
     """
     shape, size = positions.mask
     total = memory_bytes(device)
@@ -92,11 +92,11 @@ def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:
 
 
 def of_pairs(batch: Any, error: BaseException) -> str:
-    """Returns advice where an allocation that failed was of all pairs of a batch's positions; "" for any other."""
+    """Returns advice if a failed allocation was for all pairs of a batch's positions; "" otherwise."""
     asked = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)", str(error))
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     longest = max((size for tensor in tensors for size in tensor.shape[1:]), default=0)
-    # an accelerator's error has another text, and short samples have small masks
+    # no such text (an accelerator's error differs), or samples too short for a large mask
     if asked is None or longest < MANY:
         return ""
     size = float(asked[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
@@ -113,5 +113,5 @@ def _gib(size: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocator's, a device's or the host's, that is out of memory."""
+    """Whether an error says that a device or the host is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,4 +1,7 @@
-"""Which modules mix samples, and how they run in a look: on a part's rows by the rows of the whole, as over ranks."""
+"""Find modules that mix samples, and run them in a look as they will run on ranks: on the samples of all.
+
+A tensor's rows are its entries along dim 0: samples, or several (tokens) for each sample.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from shardwise.part import plain
 from shardwise.random import Drawn
 from shardwise.trace.module_state import ModuleState
 
-MOST_CALLS = 16  # whose arguments a look keeps
+MOST_CALLS = 16  # calls of a module whose arguments are held
 
 
 class MixesSamples(Exception):
-    """Modules mix samples, by `paths`: what they give for some of them hangs on the others; `problem` in words."""
+    """Raised for modules, at `paths`, whose result for a sample depends on other samples; `problem`: the message."""
 
     def __init__(self, paths: list[str], problem: str):
         super().__init__(problem)
@@ -34,14 +37,14 @@ class MixesSamples(Exception):
 
 
 def owners_of(names: Collection[str]) -> list[str]:
-    """Returns the paths of the modules that have buffers of these names."""
+    """Returns the paths of the modules that hold the buffers of these names."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def modules_around(mixed: MixesSamples, tried: Collection[str]) -> list[str]:
-    """Returns the paths of the modules that mix samples, or of those around them where these were `tried`.
+    """Returns the paths of the modules that mix samples, each replaced by the module around it if it was `tried`.
 
-    Raises `RefusedPlan` where that is the whole model.
+    Raises `RefusedPlan` if one of them is the whole model.
     """
     paths = dict.fromkeys(mixed.paths)
     while any(path in tried for path in paths):
@@ -54,10 +57,11 @@ def modules_around(mixed: MixesSamples, tried: Collection[str]) -> list[str]:
 def install(
     module: nn.Module, mixers: Mapping[str, Learnt | None], axis: Axis, phase: Phase, *, always: bool = True
 ) -> None:
-    """Have modules run on the samples of all ranks of the axis.
+    """Makes modules run on the samples of all ranks of the axis.
 
-    mixers  by path, what another look has learnt; None: nothing yet
-    always  in evaluation too
+    mixers  path -> `OnAllSamples.learnt` of an earlier look; None: nothing is known yet
+    phase   the state's, which tells whether every rank runs the same samples anyway
+    always  whether they do so in evaluation too
     """
     for path, learnt in mixers.items():
         child = module.get_submodule(path)
@@ -65,19 +69,19 @@ def install(
 
 
 def refuse_mixed(module: nn.Module) -> None:
-    """Raises `Untried` where modules run on all samples: a part's gradients lie in the others' losses too."""
+    """Raises `Untried` if modules run on all samples, since gradients of a part then belong to other losses too."""
     if mixers_of(module):
         raise Untried("modules of it mix samples, and run on those of all ranks")
 
 
 def mixers_of(module: nn.Module) -> dict[str, OnAllSamples]:
-    """Returns {path: what stands for its forward} of the modules that run on all samples."""
+    """Returns path -> the `OnAllSamples` in place of its forward, for modules that run on all samples."""
     named = ((path, getattr(child, "forward", None)) for path, child in module.named_modules())
     return {path: forward for path, forward in named if isinstance(forward, OnAllSamples)}
 
 
 def told_mixing(paths: Sequence[str], ranks: int) -> str:
-    """Returns the notice on modules that run on all ranks' samples."""
+    """Returns the notice on modules, at `paths`, that run on the samples of all of `ranks` ranks."""
     more = f" (and {len(paths) - 1} more modules)" if paths[1:] else ""
     return (
         f"'{paths[0]}'{more} mixes the samples of a micro-batch: each of {ranks} data ranks runs it on all of them, "
@@ -86,25 +90,25 @@ def told_mixing(paths: Sequence[str], ranks: int) -> str:
 
 
 def all_here(module: nn.Module) -> bool:
-    """Whether a module runs that is given the samples of all ranks."""
+    """Whether a module is running that has been given the samples of all ranks."""
     return any(mixer.phase.same for mixer in mixers_of(module).values())
 
 
 def dealt_draws(module: nn.Module, draws: Iterable[Drawn]) -> list[Drawn]:
-    """Returns the draws outside of modules that run on all samples, which draw for all of them on every rank."""
+    """Returns the random calls outside of modules that run on all samples, which draw for all of them on every rank."""
     mixers = [f"{path}." for path in mixers_of(module)]
     return [draw for draw in draws if not f"{draw.path}.".startswith(tuple(mixers))]
 
 
 def modules_that_mix(module: nn.Module, run: Callable[[Any], Any], whole: Any, parts: Sequence[Any]) -> list[str]:
-    """Returns the paths of the innermost modules that give other rows for parts of their rows than for the whole."""
+    """Returns the paths of the innermost modules whose results for a part's rows differ from those for the whole."""
     runs = [_calls_of(module, run, batch) for batch in (whole, *parts)]
     mixing = [path for path in runs[0] if path and _mixes(*[calls.get(path, []) for calls in runs])]
     return [path for path in mixing if not any(other.startswith(f"{path}.") for other in mixing)]
 
 
 def _calls_of(module: nn.Module, run: Callable[[Any], Any], batch: Any) -> dict[str, list[tuple[list, list]]]:
-    """Returns {path: [(leaves of arguments, leaves of results)] of each call} of a run on a batch."""
+    """Returns path -> [(leaves of arguments, leaves of results) of each call] of a run on a batch."""
     calls: dict[str, list[tuple[list, list]]] = {}
 
     def note(path: str, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -122,7 +126,10 @@ def _calls_of(module: nn.Module, run: Callable[[Any], Any], batch: Any) -> dict[
 
 
 def _mixes(whole: list, *parts: list) -> bool:
-    """Whether a module gave, in some call, other rows for those of a part, of the same arguments."""
+    """Whether a module gave, in some call, other result rows for a part than for the whole, from equal arguments.
+
+    whole, parts  its calls, as in `_calls_of`
+    """
     if any(len(calls) != len(whole) for calls in parts):
         return False
     for number, (arguments, results) in enumerate(whole):
@@ -138,7 +145,7 @@ def _mixes(whole: list, *parts: list) -> bool:
             if first + of_part > rows or not _alike(rows_from(arguments, given, first, of_part), leaves):
                 return False
             expected = rows_from(results, times, first, of_part)
-            # of a result without rows, such as a mean, nothing is known
+            # n = 0: a result without rows, such as a mean, tells nothing
             if any(n and not _alike([leaf], [own]) for n, leaf, own in zip(times, expected, made, strict=True)):
                 return True
             first += of_part
@@ -147,7 +154,10 @@ def _mixes(whole: list, *parts: list) -> bool:
 
 @contextmanager
 def known_rows(module: nn.Module, aside: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Context of a look: modules that run on all samples do so without ranks. `aside`: of calls that do not count."""
+    """Context of a look, in which modules that run on all samples do so without ranks.
+
+    `aside`: returns a context for calls that are not to be counted.
+    """
     mixers = mixers_of(module).values()
     for mixer in mixers:
         mixer.looking = _KnownRows(mixer, aside)
@@ -159,15 +169,18 @@ def known_rows(module: nn.Module, aside: Callable[[], AbstractContextManager]) -
 
 
 class _KnownRows:
-    """Runs a module that mixes samples in a look: on a whole plainly, on rows of an earlier whole as over ranks."""
+    """Stands in for a module that mixes samples: for a part of a batch it returns the part's rows of the whole.
+
+    mixer  the module's `OnAllSamples`;  aside  as in `known_rows`
+    """
 
     def __init__(self, mixer: OnAllSamples, aside: Callable[[], AbstractContextManager]) -> None:
         self.mixer, self.aside = mixer, aside
         self._wholes: deque[tuple[tuple, dict]] = deque(maxlen=MOST_CALLS)  # arguments, the latest first
-        self._first = 0  # the row behind those of the part before
+        self._first = 0  # row of the whole at which the next part begins
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
-        """Returns what the module gives for these rows: of a part those that it gives for all rows of the whole."""
+        """Returns the module's result; for rows of an earlier whole, their rows of the result on that whole."""
         if self.mixer.is_own:
             return self.mixer.forward(*args, **kwargs)
         leaves, _ = tree_flatten((args, kwargs))
@@ -175,7 +188,7 @@ class _KnownRows:
             whole, _ = tree_flatten(call)
             if rows_of(leaves) < rows_of(whole) and len(leaves) == len(whole):
                 given = _learnt(whole, leaves)
-                # parts come in their order, each perhaps twice in a row
+                # parts come in order, each perhaps twice, so these rows are tried first
                 behind, rows = rows_of(whole) - rows_of(leaves), rows_of(leaves)
                 for first in dict.fromkeys([self._first, self._first - rows, 0, behind]):
                     if 0 <= first <= behind and _alike(
@@ -183,22 +196,25 @@ class _KnownRows:
                     ):
                         self._first = first + rows
                         return self._part(call, (args, kwargs), given, first)
-        # samples of another batch, or ones that were mixed before this module too, which the loss will show
+        # another batch, or rows that an earlier module has mixed, which the loss will show
         self._wholes.appendleft((args, kwargs))
         return self.mixer.forward(*args, **kwargs)
 
     def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[LeafRows], first: int) -> Any:
-        """Returns the part's rows of what the module gives for the whole, and leaves it as that does."""
+        """Returns the rows of the module's result on `whole` that are the part's; its state is as after that run.
+
+        whole, part  (args, kwargs) of both;  given  rows of each argument leaf;  first  row at which the part begins
+        """
         results, spec = tree_flatten(self.mixer.run_on_all(*whole[0], **whole[1]))
         rows, of = rows_of(tree_flatten(part)[0]), rows_of(tree_flatten(whole)[0])
         state, of_part = ModuleState(self.mixer.module), None
-        # for the sizes of what it gives alone; as few samples may be too few for it (batch norm of one)
+        # only for the sizes of its results; the part may be too small to run (batch norm of one sample)
         with suppress(ValueError, RuntimeError, IndexError), self.aside():
             of_part = tree_flatten(self.mixer.run_on_all(*part[0], **part[1]))[0]
         state.restore()
         if of_part is not None:
             self.mixer.learnt = given, _learnt(results, of_part, of, rows)
-        # for this part alone, by size: another part is large enough to learn from, or the run is refused
+        # if unknown, by size: another part will be large enough to tell, or else the run is refused
         sizes = [size_of(leaf) for leaf in results]
         by_size = [0 if size % of else size // of for size in sizes]
         made = by_size if self.mixer.learnt is None else times_of(self.mixer.learnt[1], results, of)
@@ -206,10 +222,10 @@ class _KnownRows:
 
 
 def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: int = 0) -> list[LeafRows]:
-    """Returns how many rows each leaf has for each of a module's rows, by what it has of a whole and of a part.
+    """Returns the `LeafRows` of each leaf of a module's arguments or results, from those of a whole and of a part.
 
-    rows, of_part  of the whole and of the part; 0: the leaves' own
-    Raises `RefusedPlan` where the leaves are others, or their rows in no whole ratio.
+    rows, of_part  rows of the whole's and the part's call; 0: the leaves' own
+    Raises `RefusedPlan` if the leaves do not correspond, or their rows are no whole multiple of the call's.
     """
     rows, of_part = rows or rows_of(whole), of_part or rows_of(part)
     if len(whole) != len(part):
@@ -228,14 +244,14 @@ def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: i
 
 
 def _alike(given: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Whether floating-point tensors in two lists of arguments are the same up to rounding; others count as alike."""
+    """Whether floating-point tensors in two lists of leaves are equal up to rounding; other leaves are not compared."""
     for leaf, other in zip(given, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             continue
         a, b = plain(leaf.detach()), plain(other.detach())
         if a.shape != b.shape:
             return False
-        # outside of the modes of a look, which would take this for a choice of the module's by values
+        # outside of the look's modes, which would take this for a read of values by the module
         with _disable_current_modes():
             bar = 2.0**6 * torch.finfo(a.dtype).eps * float(a.abs().max()) if a.numel() else 0.0
             if not torch.allclose(a, b, rtol=0.0, atol=bar, equal_nan=True):

@@ -32,26 +32,26 @@ from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import LEAVE_OUT, named_tensors, of_a_device
 from shardwise.trace.double import as_written
 
-MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
+MOST_ELEMENTS = 2**28  # of parameters; a larger module may not fit one rank, so one process is not tried
 
 
 class Untried(Exception):
-    """Raised where one process cannot be run, so that nothing tells whether it fails too."""
+    """Raised if one process cannot be run, so that it is unknown whether it fails too."""
 
 
 def blame(
     error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any,
     device: torch.device = CPU, parts: Sequence[Any] = (), more: Any = None,
 ) -> ShardwiseError:  # fmt: skip
-    """Returns the error to raise where a forward failed under a plan: `InputError` if one process fails on `batch` too.
+    """Returns the error for a forward that failed under a plan: `InputError` if one process fails on `batch` too.
 
-    Else `RefusedPlan`, also where one process cannot be tried.
+    Otherwise `RefusedPlan`, also if one process cannot be tried.
 
-    what    what could not be done, as the message begins; it names the part of the plan
-    module  the task's, for its size alone
-    device  where the forward failed: a tensor that the loss makes on the CPU fails on an accelerator alone
-    parts   of the batch, on which it ran too: one process may fail on one of them alone
-    more    a whole batch, of which `batch` are a few samples: one process may run on it alone
+    error   the one under the plan;  what  what could not be done, the message's beginning, which names the plan's part
+    module  the task's, for its number of parameters alone
+    device  on which the forward failed, since a tensor that the loss makes on the CPU fails on an accelerator alone
+    parts   of the batch, on which the forward ran too: one process may fail on one of them alone
+    more    a whole batch, of which `batch` has a few samples: one process may run on it alone; None: not tried
     """
     message = f"{type(error).__name__}: {error}"
     elements = sum(param.numel() for param in module.parameters())
@@ -59,7 +59,7 @@ def blame(
         return RefusedPlan(f"{what}: {message} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
         alone = told_alone(task, precision, batch, device) or _told_of(parts, batch, task, precision, device)
-        # A look takes a few samples; a model that fails on few and runs on all of them is not blamed.
+        # A model that fails on the few samples of a look but runs on all of them is not at fault.
         many = alone is not None and more is not None and samples_in(more) > samples_in(batch)
         if many and failure_alone(task, precision, more, device) is None:
             return RefusedPlan(
@@ -73,9 +73,9 @@ def blame(
 
 
 def runs_on_more(task: Task, precision: Precision, few: Any, more: Any) -> bool:
-    """Returns whether one process fails on few samples and runs on more: a forward that takes them in groups.
+    """Whether one process fails on the samples `few` and runs on `more`, as a forward that needs groups does.
 
-    False where one process cannot be tried.
+    False if one process cannot be tried.
     """
     with suppress(Untried):
         return failure_alone(task, precision, few) is not None and failure_alone(task, precision, more) is None
@@ -83,7 +83,7 @@ def runs_on_more(task: Task, precision: Precision, few: Any, more: Any) -> bool:
 
 
 def told_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> InputError | None:
-    """Returns the error, with its remedy, of one process on the batch; None where it runs. Raises `Untried`."""
+    """Returns one process's error on the batch, with its remedy; None if it runs. Raises `Untried`."""
     alone = failure_alone(task, precision, batch, device)
     if alone is None:
         return None
@@ -94,9 +94,10 @@ def told_alone(task: Task, precision: Precision, batch: Any, device: torch.devic
 def cured(
     task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device
 ) -> tuple[Exception, str]:
-    """Returns (one process's error, its remedy as text); of the same run on the CPU, whose errors say more.
+    """Returns (one process's error, its remedy as text).
 
-    For a task that fails on the accelerator alone, the remedy says so.
+    On an accelerator the error of the same run on the CPU is taken, which says more. For a task that fails on the
+    accelerator alone, the remedy says so.
     """
     if device == CPU or is_out_of_memory(error):
         return error, remedy(task, precision, batch, error)
@@ -109,7 +110,7 @@ def cured(
 def _told_of(
     parts: Sequence[Any], batch: Any, task: Task, precision: Precision, device: torch.device
 ) -> RefusedPlan | None:  # fmt: skip
-    """Returns a refusal where one process runs on the batch and fails on one of its `parts`; else None."""
+    """Returns a refusal if one process, which runs on the batch, fails on one of its `parts`; else None."""
     for part in parts:
         if (alone := failure_alone(task, precision, part, device)) is not None:
             count = samples_in(part)
@@ -122,16 +123,16 @@ def _told_of(
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:
-    """Returns the exception of one plain step of the task's model on `batch` on `device`; None where it runs.
+    """Returns the exception of one plain step of the task on `batch` on `device`; None if it runs.
 
-    Raises `Untried` for a model that exists once and cannot be copied.
+    A step is forward, backward and optimizer. Raises `Untried` for a model that exists only once and cannot be copied.
     """
     try:
         with torch.random.fork_rng(devices=[]), python_restored(), torch.enable_grad(), _without_others():
             torch.manual_seed(0)
             with as_written():
                 module = _own(task)
-            # In the dtypes that a rank holds, or an error of mixed dtypes would not show here.
+            # In the dtypes that a rank has, since else an error of mixed dtypes would not show here.
             with torch.no_grad():
                 for name, tensor in named_tensors(module):
                     weight = task.weights(name) if task.weights is not None else None
@@ -161,7 +162,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """Context: modules that ask whether there are other ranks (SyncBatchNorm) are told that there are none."""
+    """Context in which modules that ask torch.distributed for other ranks (SyncBatchNorm) find none."""
     before = dist.is_initialized  # replaced, since a layer asks by its name in torch.distributed
     dist.is_initialized = lambda: False
     try:
@@ -171,9 +172,9 @@ def _without_others() -> Iterator[None]:
 
 
 def _own(task: Task) -> nn.Module:
-    """Returns a module of the task that is used nowhere else; a copy where the task returns the same one each time.
+    """Returns a module of the task that is used nowhere else; a copy if the task returns the same one each time.
 
-    Raises `Untried` where it cannot be copied.
+    Raises `Untried` if it cannot be copied.
     """
     module = task.model()
     if module is not task.model():  # each call makes a new one
@@ -185,7 +186,7 @@ def _own(task: Task) -> nn.Module:
 
 
 def reason(error: Exception) -> str:
-    """Returns an error as text, with a hint where a batch seems to hold more than the model's arguments."""
+    """Returns an error as text, with a hint for known causes, such as a batch with too many fields."""
     if isinstance(error, ShardwiseError):
         return str(error)
     hint = inputs_hint(error)
@@ -202,7 +203,7 @@ def reason(error: Exception) -> str:
 
 
 def _given_to(error: Exception) -> str:
-    """Returns, as text, what the layer of torch was given that raised an error without numbers (a padding too wide)."""
+    """Returns, as text, the layer of torch that raised an error and the shapes it got; "" if the error has numbers."""
     layer: nn.Module | None = None
     shapes: list[tuple[int, ...]] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -210,16 +211,16 @@ def _given_to(error: Exception) -> str:
         if frame.f_code.co_name == "forward" and isinstance(names.get("self"), nn.Module):
             # frames run from the outermost call inwards: the last forward is the one that raised
             layer, shapes = names["self"], [tuple(t.shape) for t in names.values() if isinstance(t, torch.Tensor)]
-    # a message with numbers tells sizes itself; a layer of the user's own has no settings that repr shows
+    # a message with numbers names sizes itself; the repr of a user's own layer shows no settings
     if layer is None or not type(layer).__module__.startswith("torch.nn.") or re.search(r"\d", str(error)):
         return ""
     return f" This is {layer}, given {', '.join(map(str, shapes))}"
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
-    """Returns advice on how to make the batch, found by trying (tensors for arrays, other dtypes); "" for none.
+    """Returns advice on how to change the batch, found by trying (tensors for arrays, other dtypes), or "".
 
-    For a batch without names it says what the batch is.
+    For an error of access to a batch without names it says what the batch is.
     """
     if is_out_of_memory(error):
         return of_pairs(batch, error)
@@ -232,7 +233,7 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
     exchanged = _exchanged(task, precision, batch)
     if exchanged:
         return exchanged
-    of_label = str(error).startswith("Target ")  # of torch's, of which `reason` says all
+    of_label = str(error).startswith("Target ")  # torch's error for a label out of range, which `reason` explains
     if isinstance(error, TypeError | IndexError | KeyError) and not (of_label or isinstance(batch, Mapping)):
         return f". The batch is {_described(batch)}"
     if not isinstance(error, RuntimeError):  # what torch raises for dtypes that do not go together
@@ -242,9 +243,9 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
         wanted = torch.float32  # a proof's; the batch is made wider with the weights
     other_dtypes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
     others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.int64]
-    for index in others:  # labels and token numbers
+    for index in others:  # perhaps labels or token ids
         cast = [leaf.long() if i == index else leaf for i, leaf in enumerate(leaves)]
-        # only where no value has a fraction: else they are no labels
+        # values with a fraction are no labels
         if torch.equal(cast[index].to(leaves[index].dtype), leaves[index]) and _helps(task, precision, cast, spec):
             name = path_of(batch, index)
             return f". {name} is {_short(leaves[index].dtype)}: give {name}.long() where the batch is made"
@@ -260,7 +261,7 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
 
 
 def _exchanged(task: Task, precision: Precision, batch: Any) -> str:
-    """Returns advice where the loss, or a loss of torch's in it, runs with its two arguments exchanged; else ""."""
+    """Returns advice if the loss, or a torch loss in it, runs with its two arguments exchanged; else ""."""
     leaves, spec = tree_flatten(batch)
     if _helps(task.with_(loss=lambda output, batch: task.loss(batch, output)), precision, leaves, spec):
         return ". It runs with the arguments of Task.loss exchanged: it is called with (output, batch)"
@@ -270,7 +271,10 @@ def _exchanged(task: Task, precision: Precision, batch: Any) -> str:
 
 
 class _TargetFirst(TorchFunctionMode):
-    """Finds the function of (input, target) that fails, and does not where they are exchanged."""
+    """Function mode that finds the first torch function of (input, target) that runs only with the two exchanged.
+
+    `name`: that function's; "" if there is none.
+    """
 
     name = ""
 
@@ -278,21 +282,21 @@ class _TargetFirst(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
-            # a loss of torch failed: does it succeed with input and target in the other order?
+            # a torch loss failed, so it is tried with input and target exchanged
             if len(args) > 1 and _arguments(func)[:2] == ["input", "target"]:
                 with suppress(Exception):
                     func(args[1], args[0], *args[2:], **(kwargs or {}))
                     self.name = self.name or func.__name__
-            raise  # the trial ends here either way: its result is no loss of the task's
+            raise  # also if the exchange helps, since its result is not the task's loss
 
 
 def _arguments(function: Any) -> list[str]:
-    """Returns the names of a Python function's arguments, [] of one that is built in."""
+    """Returns the names of a Python function's arguments; [] for a built-in one."""
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
 
 
 def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) -> bool:
-    """Whether one process runs without an error on the batch that `spec` makes of these leaves."""
+    """Whether one process runs without an error on the batch that `leaves` and `spec` make."""
     try:
         return failure_alone(task, precision, tree_unflatten(leaves, spec)) is None
     except Untried:
@@ -300,7 +304,7 @@ def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) 
 
 
 def _described(batch: Any) -> str:
-    """Returns what a batch is, in words, and how to take from it."""
+    """Returns a description of a batch, and for a list or tuple how to index it."""
     if isinstance(batch, torch.Tensor):
         return f"one tensor of shape {tuple(batch.shape)}, without names"
     if isinstance(batch, list | tuple):
@@ -313,5 +317,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def needs_gradients(error: Exception) -> bool:
-    """Whether an error is that of a forward that takes gradients itself and ran under no_grad."""
+    """Whether an error comes from a forward that takes gradients itself but ran under no_grad."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)

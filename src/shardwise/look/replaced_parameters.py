@@ -1,11 +1,11 @@
-"""Parameters that a forward replaces by others: held as buffers, which is what they are in one process.
+"""Hold parameters that a forward replaces by other objects as buffers, as which they behave in one process.
 
-    self.codes.weight = nn.Parameter(averages)    the optimizer goes on holding the first object, which nobody reads
+    self.codes.weight = nn.Parameter(averages)    the optimizer still holds the first object, which nobody reads
 
-No optimizer moves such a weight after the first forward: each forward sets it, and what it sets is kept. As a buffer it
-is all that, on any ranks, and what was computed with the one before keeps that one.
+No optimizer updates such a weight after the first forward: each forward sets it, and the value stays. A buffer behaves
+the same on any ranks, and a graph that used the earlier value keeps that.
 
-What this does not do: notice a replacement by code that `forward` comes to in ways that names do not tell.
+What this does not do: notice a replacement in code that `forward` reaches other than by names.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Replaced = tuple[nn.Module, str]  # (module, name of its parameter)
 
 @contextmanager
 def replacements(met: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Context: `met(module, name)` is called before a module's parameter is replaced by another object."""
+    """Context in which `met(module, name)` is called before a module's parameter is replaced by another object."""
 
     def hook(module: nn.Module, name: str, param: Any) -> None:
         old = module._parameters.get(name)
-        of_units = isinstance(old, DTensor) or isinstance(param, DTensor)  # zero=3 puts its own in place
+        of_units = isinstance(old, DTensor) or isinstance(param, DTensor)  # FSDP2 exchanges its parameters itself
         if old is not None and param is not None and param is not old and not of_units:
             met(module, name)
 
@@ -50,10 +50,10 @@ def replacements(met: Callable[[nn.Module, str], None]) -> Iterator[None]:
 
 
 def refuse_replaced(module: nn.Module, names: dict[int, str], leaf: str) -> None:
-    """Raises `RefusedPlan`, always: a forward has replaced a parameter, and no look saw it before weights were dealt.
+    """Raises `RefusedPlan`, always, since a forward replaced a parameter that `hold_replaced` had not found.
 
-    names  paths of modules, by id
-    leaf   the attribute of `module` under which the parameter lay
+    names  id of a module -> its path
+    leaf   the attribute of `module` that held the parameter
     """
     path = names.get(id(module), "")
     raise RefusedPlan(
@@ -63,12 +63,12 @@ def refuse_replaced(module: nn.Module, names: dict[int, str], leaf: str) -> None
 
 
 def may_replace(module: nn.Module) -> bool:
-    """Whether code that a forward reaches, by names, uses the name `Parameter`, and so may make one."""
+    """Whether code that a forward reaches by names uses the name `Parameter`, and so may create one."""
     return any("Parameter" in code.co_names for code in codes_of_forward(module))
 
 
 def codes_of_forward(module: nn.Module) -> Iterator[CodeType]:
-    """Yields the code of methods that the forwards of a module and its children come to, by names."""
+    """Yields the code of methods that the forwards of a module and its children reach by names."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not _of_torch(kind)}
     reached, ahead = set[str](), ["forward", "__call__"]
     while ahead:
@@ -86,7 +86,7 @@ def _of_torch(kind: type) -> bool:
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Yields the code objects of a function (also static or wrapped) and of functions that it defines."""
+    """Yields the code objects of a function (static or wrapped ones too) and of functions defined in it."""
     function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
     ahead = [function.__code__] if isinstance(function, FunctionType) else []
     while ahead:
@@ -96,12 +96,12 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 
 def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -> list[str]:
-    """Turn parameters that a forward on a few samples replaces into buffers; returns notices for the user.
+    """Turns parameters that a forward on `sample` replaces into buffers; returns notices for the user.
 
-    Raises `RefusedPlan` for such a weight that another module holds too, since the replacement unties them.
+    Raises `RefusedPlan` for such a weight that another module shares, since the replacement unties them.
     """
     met = dict[tuple[int, str], Replaced]()
-    # A forward that fails is refused where the plan itself runs it; what it replaced until then counts.
+    # A forward that fails here is refused later, when the plan runs it; what it replaced until then counts.
     with suppress(Exception), replacements(lambda module, leaf: met.update({(id(module), leaf): (module, leaf)})):
         trace_forward(built, output_alone(task, precision), sample, 0, precision.dtype_of)
     names = []
@@ -109,7 +109,7 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
         names += [f"{path}.{leaf}" if path else leaf for module, leaf in met.values() if module is child]
     places = [param for child in built.module.modules() for param in child._parameters.values()]
     for module, leaf in met.values():
-        # a tied weight: in one process the replacement would untie the two from the first forward on
+        # a tied weight, which the replacement unties in one process
         if sum(param is module._parameters[leaf] for param in places) > 1:
             raise RefusedPlan(
                 f"the forward replaces parameter '{leaf}' of a {type(module).__name__} by another nn.Parameter, which "
@@ -121,17 +121,17 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
 
 
 def _hold(module: nn.Module, leaf: str) -> None:
-    """Make a module's parameter a buffer, and a parameter that is set in its place later one too."""
+    """Makes a module's parameter a buffer, and any parameter that is assigned to that name later too."""
     param = module._parameters.pop(leaf)
     assert param is not None
     module._buffers[leaf] = param.detach()
     module.__dict__[_BUFFERS] = module.__dict__.get(_BUFFERS, frozenset()) | {leaf}
-    # on the instance's class: `nn.Module.__setattr__` would drop the buffer and register a parameter
+    # by the instance's class, since `nn.Module.__setattr__` would drop the buffer and register a parameter
     module.__class__ = _setting_buffers(type(module))
 
 
 def _setting_buffers(kind: type) -> type:
-    """Returns a subclass of a module's class that stores a parameter set over such a buffer as a buffer too."""
+    """Returns a subclass of a module's class that stores a parameter assigned over such a buffer as a buffer."""
     if kind in _CLASSES.values():
         return kind
 

@@ -1,4 +1,4 @@
-"""Read the few samples that are looked at before the first step; check that every rank is given the same ones."""
+"""Read the few samples that are run before the first step, and check that every rank gets the same ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shardwise.task_names import where
 from shardwise.trace.double import as_written
 
 COSTLY_BYTES = 2**30
-SAMPLES = 5  # looked at, where the batch has as many
+SAMPLES = 5  # samples run before the first step, at most
 
 
 def check_data(task: Task) -> None:
-    """Raises `InputError` where there is nothing to train on."""
+    """Raises `InputError` if `Task.data` or `Task.eval_data` has no samples."""
     for field in ("data", "eval_data"):
         source = getattr(task, field)
         if source is not None and len(source) == 0:
@@ -37,19 +37,19 @@ def check_data(task: Task) -> None:
 
 
 def has_samples(task: Task) -> bool:
-    """Returns whether the task has samples to look at; a script's model has none before its first call."""
+    """Whether the task has samples to run; a script's model has none before its first call."""
     return task.batch is None or task.batch(0) is not None
 
 
 def few_samples(task: Task, plan: Plan, world: Axis, device: torch.device) -> Any:
-    """Returns all of `Task.batch(0)`, or the first `SAMPLES` of `Task.data`: the same on all ranks. Collective.
+    """Returns all of `Task.batch(0)`, or the first `SAMPLES` of `Task.data`, the same on all ranks. Collective.
 
-    Raises `InputError` where there are fewer samples than data ranks, where `Task.batch` is not a function of
-    the step alone, or where ranks find other samples in `Task.data`.
+    Raises `InputError` if there are fewer samples than data ranks, if `Task.batch` depends on more than the step, or if
+    ranks read different samples from `Task.data`.
     """
     if task.batch is not None:
         with as_written():
-            batch, again = task.batch(0), task.batch(0)  # twice: a generator of its own may move
+            batch, again = task.batch(0), task.batch(0)  # twice, since a generator of its own may advance
         _check_same(batch, again, world, device)
         count = samples_in(batch)
     else:
@@ -64,7 +64,7 @@ def few_samples(task: Task, plan: Plan, world: Axis, device: torch.device) -> An
 
 
 def read_samples(task: Task, indices: list[int]) -> Any:
-    """Returns samples of `Task.data`; raises `InputError` with the line that failed in the task's own code."""
+    """Returns the batch of these samples of `Task.data`; raises `InputError` with the line that failed."""
     assert task.data is not None
     try:
         with as_written(), drawing(0, 0, 0):
@@ -76,36 +76,39 @@ def read_samples(task: Task, indices: list[int]) -> Any:
 
 
 def a_few(batch: Any) -> Any:
-    """Returns the first samples of a batch, as many as the look before the first step uses."""
+    """Returns the first `SAMPLES` samples of a batch, or all if there are fewer."""
     return slice_samples(batch, 0, min(samples_in(batch), SAMPLES))
 
 
-IN_WHOLE = "whole micro-batches are looked at"  # of what is tried once for a mesh
+IN_WHOLE = "whole micro-batches are looked at"  # key in `Mesh.found`
 
 
 def looked_at(batch: Any, plan: Plan, data_ranks: int, in_whole: bool) -> Any:
-    """Returns the samples to look at: a few, or the first micro-batch of a forward that runs on no few."""
+    """Returns the samples to run before the first step: a few, or with `in_whole` the first micro-batch.
+
+    in_whole  whether the forward fails on few samples
+    """
     return first_micro_batch(batch, plan, data_ranks) if in_whole else a_few(batch)
 
 
 def first_micro_batch(batch: Any, plan: Plan, data_ranks: int) -> Any:
-    """Returns the samples of the first micro-batch, of all ranks."""
+    """Returns the samples of all data ranks in the first micro-batch."""
     return slice_samples(batch, 0, deal(samples_in(batch), plan.step_microbatches, data_ranks, 0)[0][3])
 
 
 def fewest_samples(task: Task, plan: Plan, batch: Any) -> int:
-    """Returns 2 where `Task.batch` gives every rank at least two samples of each micro-batch, else 1.
+    """Returns 2 if `Task.batch` gives every rank at least two samples of each micro-batch, else 1.
 
-    A forward may fail on a single sample (`squeeze()` without a dim), which a run then never gives it.
+    A forward may fail on a single sample (`squeeze()` without a dim), which matters only if a run gives it one.
     """
     if task.batch is None or samples_in(batch) < plan.step_microbatches:
-        return 1  # how many samples a step takes is not the task's to say
+        return 1  # with `Task.data` the run decides how many samples a step has
     dealt = [deal(samples_in(batch), plan.step_microbatches, plan.data_ranks, rank) for rank in range(plan.data_ranks)]
     return 2 if all(last - first > 1 for rank in dealt for first, last, _, _ in rank) else 1
 
 
 def costly(batch: Any) -> list[str]:
-    """Returns a notice for a global batch that is large to make whole on every rank, else []."""
+    """Returns [a notice] for a global batch that takes much memory on every rank; else []."""
     size_bytes = sum(leaf.nbytes for leaf in tree_flatten(batch)[0] if hasattr(leaf, "nbytes"))
     if size_bytes <= COSTLY_BYTES:
         return []
@@ -116,7 +119,7 @@ def costly(batch: Any) -> list[str]:
 
 
 def repeated(batch: Any, times: list[int]) -> Any:
-    """Returns the batch with sample i repeated `times[i]` times in a row, in their order."""
+    """Returns the batch with sample i repeated `times[i]` times in a row."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
@@ -127,7 +130,7 @@ def repeated(batch: Any, times: list[int]) -> Any:
 
 
 def checksum_of(batch: Any) -> float:
-    """Returns a checksum of the bits of a batch's tensors; 32 bits, which a float64 keeps."""
+    """Returns a 32-bit checksum of the bits of a batch's tensors, as a float."""
     check = 0
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -137,7 +140,7 @@ def checksum_of(batch: Any) -> float:
 
 
 def refuse_unlike(batch: Any, world: Axis, device: torch.device) -> None:
-    """Raises `InputError` where ranks give other batches to `Engine.step`, each of which is to be dealt. Collective."""
+    """Raises `InputError` if ranks give different batches to `Engine.step`, which takes the global one. Collective."""
     table = gather_rows(put([checksum_of(batch)], device), world)
     if not _all_alike(table):
         raise InputError(
@@ -155,11 +158,11 @@ OTHER_SAMPLES = (
 
 
 def _check_data_alike(task: Task, indices: list[int], batch: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks read other samples than each other, steadily in two reads. Collective."""
+    """Raises `InputError` if ranks read different samples, each rank the same ones in two reads. Collective."""
     mine = checksum_of(batch)
     if world.size == 1 or _all_alike(gather_rows(put([mine], device), world)):
         return
-    # a data set that draws in each read from a generator of its own is no other data set
+    # a data set that reads at random, from a generator of its own, does not count as another one
     steady = float(checksum_of(read_samples(task, indices)) == mine)
     if bool(gather_rows(put([steady], device), world).all()):
         raise InputError(f"Task.data gives some ranks other samples than others: {OTHER_SAMPLES}")
@@ -170,8 +173,8 @@ def _all_alike(table: torch.Tensor) -> bool:
 
 
 def _check_same(batch: Any, again: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where `Task.batch(0)` differs between two calls, or between ranks. Collective."""
-    # Each call on each rank against the first one on the first rank.
+    """Raises `InputError` if `Task.batch(0)` differs between two calls, or between ranks. Collective."""
+    # each call on each rank is compared with the first call on rank 0
     sums = [checksum_of(batch), checksum_of(again)]
     table = gather_rows(put(sums, device), world)
     if not bool((table == table[0, 0]).all()):

@@ -1,4 +1,7 @@
-"""Look at a task under a plan before its first step: a few samples, then as many as a step takes. Collective."""
+"""Run a task under a plan before its first step to check it: on a few samples, then on as many as a step has.
+
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Returns `Findings` of a few samples before the first step.
+    """Returns `Findings` of a few samples before the first step. `masks`: as in `look`.
 
-    Raises `RefusedPlan` where a run would not equal one process, `InputError` for the task's own errors, and what
-    `make_and_look` answers: `TakesGradients` (its subclasses too) and `MixesSamples`. `masks`: as of `look`.
+    Raises `RefusedPlan` if a run would not equal one process, `InputError` for the task's own errors, and what
+    `make_and_look` handles: `TakesGradients` (its subclasses too) and `MixesSamples`.
     """
     task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.world, state.device)
@@ -50,11 +53,11 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     findings = _look_at_few(state, sample, whole, share, masks=masks)
     _refuse_dealt(state, findings)
     if findings.outside or findings.into_arguments:
-        pass  # all is made anew
+        pass  # the state will be made again, with other units
     elif task.batch is not None:
         total = deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3]
         _look_at_many(state, findings, sample, total, share, may_mix(state))
-    else:  # how many samples a step takes is not known yet
+    else:  # the number of samples of a step is not known yet
         state.look_first = partial(_look_at_many, state, findings, whole, share=share)
     state.keeps_samples = findings.keeps_samples
     state.notices += findings.notices
@@ -64,9 +67,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
 
 def _refuse_dealt(state: RankState, findings: Findings) -> None:
-    """Raise `RefusedPlan` for a buffer made of samples within experts that ep deals: a rank's rows are not its own."""
+    """Raises `RefusedPlan` for a buffer that experts under ep compute from tokens, those of other ranks included."""
     stacks = state.experts.stacks if state.experts is not None else []
-    # a mixture that deals its rows itself has its own rank's: only what its experts make is of others'
+    # a mixture that distributes its tokens itself has its own rank's; only its experts get those of other ranks
     paths = [f"{path}." for stack in stacks for path in (stack.members if stack.chooses else (stack.path,))]
     if lost := [name for name in findings.joined if name.startswith(tuple(paths))]:
         raise RefusedPlan(
@@ -76,10 +79,10 @@ def _refuse_dealt(state: RankState, findings: Findings) -> None:
 
 
 def _on_all_ranks(state: RankState, problems: list[str]) -> list[str]:
-    """Returns the problems that any rank found, on every rank. Collective where a forward is.
+    """Returns the problems that any rank found, on every rank. Collective if a forward is.
 
-    What only one rank sees (a set of the user's that grows, a thread's counter) would else send it into forwards that
-    the others do not run, and their gathers would meet other calls.
+    Otherwise a problem that one rank alone sees (a growing set of the user's, a thread's counter) would send it into
+    forwards that the others do not run, and its collectives would meet other ones.
     """
     cut = state.staged is not None or state.tensor is not None or state.experts is not None or state.mesh.inner
     if not cut and not isinstance(state.technique, FullShard):
@@ -91,11 +94,15 @@ def _on_all_ranks(state: RankState, problems: list[str]) -> list[str]:
 def _look_at_few(
     state: RankState, sample: Any, whole: Any, share: Callable[[list[str]], list[str]], *, masks: bool
 ) -> Findings:
-    """Returns `look`'s findings on the first samples, `whole`, and two parts of them. Collective."""
+    """Returns the findings of `look` on the first samples, `whole`, and two parts of them. Collective.
+
+    sample  the batch of which `whole` is the beginning;  share  as in `look`
+    """
     task, n, staged = state.task, samples_in(whole), state.staged
-    # A forward may fail on one sample, which no rank of this run is given; unequal parts show a loss that is a mean.
+    # Two samples rather than one if a run gives no rank so few, since a forward may fail on one. Unequal parts show a
+    # loss that is a mean.
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
-    if IN_WHOLE in state.mesh.found:  # what a rank is given, or half of it
+    if IN_WHOLE in state.mesh.found:  # a rank's share, or half of the samples
         first = cut(n, max(2, state.data_ranks), 0)[1]
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
@@ -107,7 +114,7 @@ def _look_at_few(
         return loss
 
     try:
-        # under zero=3 a unit's weights are whole while it runs alone: who reads them besides is noted
+        # under zero=3 a unit's weights are gathered only while it runs, so other reads of them are recorded
         with reads if state.plan.sharded.weights else nullcontext():
             findings = look(
                 state.module, loss_of, whole, parts, (n, first, n - first),
@@ -124,7 +131,7 @@ def _look_at_few(
         of = (task, state.precision, state.module, whole, state.device, parts or ())
         raise (explained(error) or blame(error, what, *of, more=sample)) from error
     if state.plan.sharded.weights:
-        # What any rank saw: all make the module anew, of the same units.
+        # Joined over ranks, so that all make the module again with the same units.
         by_rank = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
         findings.outside, findings.into_arguments = (
             sorted({path for paths in by_rank for path in paths[place]}) for place in (0, 1)
@@ -135,9 +142,9 @@ def _look_at_few(
 def _in_double(
     state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool, every: bool
 ) -> str | None:  # fmt: skip
-    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective.
+    """Returns the difference that rank 0 finds in float64, as text, if any rank asks; else None. Collective.
 
-    every  this rank asks for every gradient
+    asked, every  whether this rank asks, and whether for every gradient
 
     Raises `Untried` on every rank.
     """
@@ -151,7 +158,7 @@ def _in_double(
             refuse_mixed(state.module)
             every_gradient = any(all_of_them for _, all_of_them in by_rank)
             return task_differs(state.task, state.module, whole, parts, state.seed, every=every_gradient), None
-        except Untried as why:  # sent like a result: `of_first` hands on no such error
+        except Untried as why:  # returned as a text, since `of_first` does not pass such an error on
             return None, str(why)
 
     differs, untried = of_first(tried, state.mesh.world, state.device)
@@ -161,14 +168,17 @@ def _in_double(
 
 
 def _refuse_dtypes(state: RankState, batch: Any) -> None:
-    """Raises `InputError` where dtypes do not go together in 16 bits: one stage would find it, and others wait."""
+    """Raises `InputError` if the forward fails by mixed dtypes in 16 bits, which may show on one stage alone.
+
+    The other stages would wait for that one.
+    """
     if state.precision.compute.itemsize >= 4:
         return
     message = ""
     with suppress(Untried):
         small = sum(param.numel() for param in state.module.parameters()) <= MOST_ELEMENTS
         error = failure_alone(state.task, state.precision, batch, state.device) if small else None
-        # an error of dtypes alone, which `parallelize` answers by running operations in one dtype
+        # only an error of mixed dtypes counts, for which `parallelize` then runs ops in one dtype
         message = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
     for failure in filter(None, gather_json(message, state.mesh.world, state.device)):
         raise InputError(f"the forward fails on {samples_in(batch)} samples in 16 bits: {failure}")
@@ -178,19 +188,19 @@ def _look_at_many(
     state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]],
     mixes: bool = False,
 ) -> None:  # fmt: skip
-    """Run the module on `total` samples, as many as a micro-batch has, and on the ranks' parts of them. Collective.
+    """Runs the module on `total` samples, as many as a micro-batch has, and on the ranks' parts of them. Collective.
 
-    Raises `RefusedPlan`, or with `mixes` `MixesSamples` (look_at_many), where it gives another loss, or other
-    statistics of batch norms, for the parts.
+    Raises `RefusedPlan`, or with `mixes` `MixesSamples` (look_at_many), if the loss or the statistics of batch norms
+    differ for the parts.
     """
     ranks, task = range(state.data_ranks), state.task
     sizes = [high - low for low, high in (cut(total, state.data_ranks, rank) for rank in ranks)]
-    if state.order is not None:  # ranks compute single pieces
+    if state.order is not None:  # deterministic: a rank computes its samples in pieces, so these are the parts
         runs = [run for rank in ranks for run in state.order.pieces.samples(total, rank)]
         sizes = [last - first for first, last in runs]
     tried = sizes_to_try(sizes, findings.sample_bytes)
     if not tried and state.staged is not None:
-        tried = [total]  # stages are cut by fewer samples
+        tried = [total]  # at least the whole, since stages were derived from fewer samples
     if not tried:
         state.notices += too_many(sizes, findings.widest)
         return
@@ -199,7 +209,7 @@ def _look_at_many(
     def keep_output(batch: Any) -> Loss:
         batch = forward.to_device(batch)
         outputs.append((forward.output(batch), batch))
-        # A loss over all pairs of samples has no meaning on a part: the whole's alone is compared, with the joined one.
+        # A loss over pairs of samples means nothing on a part: only the whole's is computed, and the joined parts'.
         whole = len(outputs) == 1
         return forward.shared(lambda: loss_on(task, *outputs[0])) if whole else Loss(torch.zeros(()), 0.0)
 
@@ -213,7 +223,7 @@ def _look_at_many(
         )  # fmt: skip
 
     staged = None if state.staged is None else state.staged.cut.takes_gradients
-    state.phase.looked_at = True  # batch norms, joined over ranks by the first step, use a run's own samples
+    state.phase.looked_at = True  # batch norms, already joined over ranks, use this rank's own samples meanwhile
     try:
         problems = share(gently(state.module, look_at, share=share, staged=staged))
     except (ShardwiseError, TakesGradients, MixesSamples):
@@ -228,7 +238,7 @@ def _look_at_many(
 
 
 def on_all_samples(state: RankState) -> str:
-    """Returns the notice for data ranks that all run the model on all samples; `RefusedPlan` where they cannot."""
+    """Returns the notice for data ranks that all run the model on all samples; raises `RefusedPlan` if they cannot."""
     plan = state.plan
     for key, value in (("deterministic", plan.deterministic), ("ep", plan.ep if plan.ep > 1 else 0)):
         if value:
@@ -244,24 +254,25 @@ def on_all_samples(state: RankState) -> str:
 
 def may_mix(state: RankState) -> bool:
     """Whether modules that mix samples may run on all ranks' samples under this plan (parallel/on_all_samples)."""
-    # experts of ep would be dealt each row once for every rank
+    # experts under ep would get each token once from every rank
     whole = state.staged is None and state.experts is None and not state.plan.deterministic
-    # ranks that take other branches would not meet in its exchange
+    # ranks that take other branches would not meet in its collectives
     return state.data_ranks > 1 and whole and state.task.branches == "same"
 
 
 def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
-    """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
+    """Returns (state, findings of the look at it), in which units of zero=3 hold what their own forwards read.
 
     make   `enclosed` of `assemble` -> a state
-    masks  will be dealt by global index: try that too
+    masks  whether masks will follow global indices, so that these are tried too
 
-    Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
-    unit around it, and where it saw one written, with that one whole; until there are none.
+    If the look finds a weight that is read while its unit does not run, the state is made again with that unit's
+    parameters in the unit around it; if it finds one that is written, with that one unsharded; until there are none.
+    Collective.
     """
     enclosed, mixing = dict[str, str](), list[str]()
     while True:
-        state = make(enclosed)  # what is enclosed is no unit any more, so no turn meets it again
+        state = make(enclosed)  # what is enclosed is no unit any more, so the loop ends
         install(state.module, dict.fromkeys(mixing), state.mesh.data, state.phase)
         try:
             new, findings = _looked(state, masks)
@@ -272,7 +283,7 @@ def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) 
             break
         enclosed |= new
         del state, findings
-        gc.collect()  # modules and hooks refer to each other; their weights are not to be held twice
+        gc.collect()  # modules and hooks form reference cycles, and their weights must not be held twice
     for why in sorted(set(enclosed.values())):
         first, *more = sorted(path for path, of in enclosed.items() if of == why)
         kind, then = ("parameters", _HELD_WHOLE) if why == _WRITTEN else ("units", _AROUND)
@@ -287,17 +298,18 @@ def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) 
     return state, findings
 
 
-LOOK = "look"  # of what is tried once for a mesh
+LOOK = "look"  # key in `Mesh.found`
 
 
 @dataclass(frozen=True)
 class Looked:
     """Results of the look at one engine of a task, for use by another engine of it.
 
-    norms     batch norms, by their paths
-    enclosed  of `assemble`, with why
-    terms     of `RankState`; batched: of `Forward`
-    mixers    modules that mix samples, by their paths, and `learnt` of `OnAllSamples`
+    findings  without batch norms, which are modules of the other engine
+    norms     paths of the batch norms
+    enclosed  path -> why `assemble` must not make it a unit or shard it
+    terms     of `RankState`;  batched  of `Forward`
+    mixers    path of a module that mixes samples -> `OnAllSamples.learnt`
     """
 
     findings: Findings
@@ -309,7 +321,7 @@ class Looked:
 
 
 def as_looked(state: RankState, looked: Looked) -> Findings:
-    """Returns the findings of a look at another engine of the task, by this one's modules; nothing is run."""
+    """Returns the findings of a look at another engine of the task, for this one's modules; runs nothing."""
     findings = replace(looked.findings, batch_norms=[*map(state.module.get_submodule, looked.norms)])
     state.terms, state.keeps_samples = dict(looked.terms), findings.keeps_samples
     state.forward.batched = looked.batched
@@ -324,42 +336,41 @@ _AROUND = "so its weights are gathered with what lies around it, and stay whole 
 
 
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
-    """Returns ({path: why zero=3 must not hold it as a unit or cut}, findings; None where the look did not end).
+    """Returns (path -> why zero=3 must not make it a unit or shard it, findings; None if the look did not end).
 
-    That is units, which belong into what lies around them, and parameters, which are to be whole. masks: try also
-    those that will be dealt by global index.
+    The paths are of units, which then belong to the unit around them, and of parameters, which stay unsharded.
     """
     units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
     try:
         findings = look_at_task(state, masks=masks)
     except InsideTransform as inside:
-        if state.staged is not None:  # other stages would wait for this one
+        if state.staged is not None:  # not handled, since other stages would wait for this one
             raise RefusedPlan(
                 f"unit '{inside}' runs inside a torch.func transform, where zero=3 cannot gather its weights: let "
                 "wrap= name modules whose own forward calls the transform, or use zero=2"
             ) from None
-        # a transform runs what lies beside the unit too
+        # the transform may run the units beside this one too
         around = str(inside).rpartition(".")[0]
         beside = [path for path in units if not around or path.startswith(f"{around}.")]
         return dict.fromkeys(beside, "runs inside a torch.func transform"), None
     except WritesWeights as written:
         return dict.fromkeys(written.names, _WRITTEN), None
-    except TakesGradients:  # its second backward goes through all of them: the root alone keeps weights until then
+    except TakesGradients:  # its second backward needs all weights, which the root unit alone keeps until then
         return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
     new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
     return new | dict.fromkeys(findings.outside, "has weights that are read outside its forward"), findings
 
 
 def follow_draws(state: RankState, findings: Findings) -> None:
-    """Deal random numbers by global index, where the look saw some. Raises `RefusedPlan` for compiled blocks.
+    """Makes random numbers follow global indices, if the look saw random ops. Raises `RefusedPlan` for compiled blocks.
 
-    That is the rule at every door: draws that equal one process's are followed operation by operation, which a
-    compiled block hides, and `compile` would be read and ignored.
+    A compiled block hides single operations, so its random numbers could not equal one process's.
     """
     draws = findings.draws
     state.global_random = GlobalRandom(findings.dims, findings.scores or draws is None, lambda: state.phase.same)
-    state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
-    # none was seen, or (None) nobody looked
+    # with compile, a watched step would have to run the blocks eagerly
+    state.watch.idle = draws == [] or (draws is None and state.plan.compile)
+    # []: none was seen; None: nothing was looked for
     if not draws:
         return
     what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"
@@ -375,14 +386,14 @@ def follow_draws(state: RankState, findings: Findings) -> None:
 
 
 def _follow_writes(state: RankState, findings: Findings) -> None:
-    """Note a forward that writes into parameters; raise `RefusedPlan` where masters lie beside the weights."""
+    """Records a forward that writes into parameters; raises `RefusedPlan` if master weights lie beside these."""
     if findings.written and state.precision.mixed:
         raise RefusedPlan(
             f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
     state.written, state.norms = bool(findings.written), findings.batch_norms
-    # of buffers that other stages read: a backward that changes one is refused (step/backward_writes)
+    # buffers that other stages read, since a backward that changes one is refused (step/backward_writes)
     if state.staged is not None:
         by_stage = gather_json(findings.read, state.mesh.pp, state.device)
         del by_stage[state.mesh.pp.index]

@@ -1,10 +1,10 @@
-"""Find weights that get a gradient and that no optimizer sees, since no module of the model has registered them.
+"""Find tensors that get a gradient but belong to no optimizer, since no module of the model has registered them.
 
-    self.layers = [nn.Linear(8, 8)]      a plain list: `parameters()` does not look into it, and the forward uses it
+    self.layers = [nn.Linear(8, 8)]      a plain list, which `parameters()` does not search, though the forward uses it
     self.scale = torch.ones(8, requires_grad=True)
     HEAD = nn.Linear(8, 8)               called by the loss
 
-One process trains none of these either. What this does not do: look behind names that code makes itself.
+One process does not train these either. What this does not do: find what code reaches by computed names.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 from shardwise.trace.outside_state import CONTAINERS, MOST, entries, is_own
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_DEEP = 4  # containers and objects within each other
+_DEEP = 4  # levels of containers and objects
 
 
 def not_trained(module: nn.Module, functions: Iterable[Callable] = ()) -> list[str]:
-    """Returns the notice on weights that have a gradient and are none of the module's parameters; [] without any.
+    """Returns [the notice] on tensors that have a gradient and are no parameters of the module; [] without any.
 
     functions   of the task, which may use some too
     """
@@ -44,16 +44,16 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of tensors in modules' plain attributes, and of those that functions use by a name."""
+    """Yields (name, tensor) of tensors in modules' plain attributes, and in globals and closures of `functions`."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            # what every module has is torch's own
+            # attributes that every module has hold torch's own state
             if name not in _OF_TORCH:
                 yield from _tensors(f"{path}.{name}" if path else name, value, seen, _DEEP)
     for function in functions:
         if isinstance(function, FunctionType):
-            # a function's globals and closure: `HEAD` above; any other callable holds its tensors in attributes
+            # a function has globals and a closure (`HEAD` above), any other callable has attributes
             names = inspect.getclosurevars(function)
             for name, value in {**names.globals, **names.nonlocals}.items():
                 yield from _tensors(name, value, seen, _DEEP)
@@ -62,15 +62,18 @@ def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[st
 
 
 def _tensors(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of tensors in a value: modules, small containers, own objects, `deep` levels down."""
+    """Yields (name, tensor) of tensors in modules, small containers and the user's objects, `deep` levels down.
+
+    seen  ids of containers and objects that were searched
+    """
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{key}", param) for key, param in value.named_parameters())
-    # deep nests and circles: what code makes itself is not followed
+    # too deep, or searched before (a reference cycle)
     elif not deep or id(value) in seen:
         return
-    # large containers are data
+    # only small containers, since large ones are data
     elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
         seen.add(id(value))
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

@@ -1,13 +1,13 @@
-"""Check that a module gives for a whole batch what it gives for ranks' parts of it, by the number of samples too.
+"""Check that a module's results on a whole batch and on ranks' parts of it agree, also if they depend on its size.
 
-The look at a few samples (check) meets no branch, group or chunk that hangs on how many samples there are. So the
-module runs once, without gradients, on as many as a micro-batch has, and on each rank's part of them:
+The look at a few samples (first_samples) does not reach branches, groups or chunks that depend on the number of
+samples. So the module runs once, without gradients, on as many as a micro-batch has, and on each rank's part of them:
 
-    loss        the sum over the parts is that of the whole
-    batch norm  normalises in the parts by the statistics of the whole; those of the parts, put together, are the same.
-                So a batch of 16 that a module cuts into groups of at most 6 is met: 3 groups, and 2 in each half of it
+    loss        the sum over the parts must be that of the whole
+    batch norm  normalises the parts by the statistics of the whole; those of the parts, combined, must be the same. For
+                example a batch of 16 that a module splits into groups of at most 6 has 3 groups, and 2 in each half
 
-What this does not do: run more samples than eight ranks have, or than a GiB holds of the widest result of a module.
+What this does not do: run more samples than eight ranks have, or than fit a GiB of the largest output of a module.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardwise.step.loss import Loss
 
 _MOST_RANKS = 8
 
-_FEW_ROWS = 8
+_FEW_ROWS = 8  # values of a channel below which a batch norm divides by a spread near 0
 _FOR_PARTS = "of which each rank has a part"
 
 
 @dataclass(frozen=True)
 class Many:
-    """A batch and its parts, one for each rank; `sizes` are the parts' numbers of samples."""
+    """A batch and its parts, one for each rank; `sizes`: the parts' numbers of samples."""
 
     whole: Any
     parts: list[Any]
@@ -46,9 +46,10 @@ class Many:
 
 
 def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
-    """Returns how many samples each of the first ranks' parts has, of as many ranks as can be tried; [] for one alone.
+    """Returns the numbers of samples of the parts that are run: those of as many ranks as fit; [] for one part alone.
 
-    sample_bytes    of the widest result that a module has, for each sample
+    sizes         of all ranks' parts
+    sample_bytes  bytes per sample of the largest output of any module
     """
     tried: list[int] = []
     for size in sizes:
@@ -60,9 +61,9 @@ def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
 
 
 def too_many(sizes: Sequence[int], widest: str) -> list[str]:
-    """Returns a notice where several ranks have samples and none of their batches can be tried together.
+    """Returns [a notice] if several ranks have samples but no two parts fit into memory together; else [].
 
-    widest   the path of the module whose results take the most memory
+    widest   the path of the module with the largest output
     """
     if sum(size > 0 for size in sizes) < 2:  # one rank has the whole batch: there are no parts
         return []
@@ -73,7 +74,7 @@ def too_many(sizes: Sequence[int], widest: str) -> list[str]:
 
 
 def many_of(batch: Any, sizes: Sequence[int]) -> Many:
-    """Returns the `Many` of sum(sizes) samples: those of `batch` in their order, repeated where there are fewer."""
+    """Returns the `Many` of sum(sizes) samples: the first of `batch`, repeated if there are fewer."""
     count, total = samples_in(batch), sum(sizes)
     batch = slice_samples(batch, 0, total) if count >= total else repeated(batch, times_of(count, total))
     ends = np.cumsum(sizes).tolist()
@@ -81,7 +82,7 @@ def many_of(batch: Any, sizes: Sequence[int]) -> Many:
 
 
 def times_of(count: int, total: int) -> list[int]:
-    """Returns how often to repeat each of `count` samples to fill `total`; copies in a row, so that parts differ."""
+    """Returns how often to repeat each of `count` samples in a row to get `total`; in a row, so that parts differ."""
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
@@ -89,10 +90,12 @@ def look_at_many(
     module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype,
     joined: Callable[[], Loss] | None = None, functions: Functions = (), mixes: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Returns the differences between a run on a batch and on its parts, as lines of text; [] for none.
+    """Returns sentences on differences between a run on a batch and on its parts; [] if there are none.
 
-    mixes   modules that mix samples may run on all of them: raises `MixesSamples` for what lies around a batch norm
-    joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave
+    dtype      in which the module computes
+    mixes      whether modules that mix samples may run on all of them: raises `MixesSamples` for a norm's parent then
+    joined     for a loss that does not add up over samples: called after all runs, the loss on the joined outputs
+    functions  of the user's that `evaluate` calls beside the module
     """
     seen = Seen(module)
     with torch.random.fork_rng(devices=[]), seen.watching():
@@ -102,11 +105,11 @@ def look_at_many(
         whole = run(many.whole)[0]
         parts, of_parts = [], []
         for part in many.parts:
-            # by the whole's statistics, as joined over ranks: else each part's loss would differ for that reason
+            # with the whole's statistics, as if joined over ranks, since else each part's loss would differ
             run.statistics = KnownStatistics(names, of_whole.noted)
             parts.append(run(part)[0])
             of_parts.append(run.statistics.noted)
-    # norms first: where they differ the losses do too, and this names the module
+    # norms first, since if they differ the losses do too, and norms name the module
     unlike = _norms_differ(of_whole.noted, of_parts, many.sizes, dtype)
     if unlike and mixes:
         raise MixesSamples([unlike[0].rpartition(".")[0]], unlike[1])
@@ -117,14 +120,14 @@ def look_at_many(
 def _sums_differ(
     whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype, few: Statistics | None
 ) -> list[str]:  # fmt: skip
-    """Returns the problem where the parts' losses do not add up; `few`: the batch norm that is given fewest values."""
+    """Returns [the problem] if the parts' losses do not add up; else []. `few`: the batch norm of the fewest values."""
     why = "a branch by len(x), the first few samples, groups of a fixed size): let nothing depend on it"
-    if few is not None and few.rows < _FEW_ROWS:  # it divides by a spread that hardly differs from 0
+    if few is not None and few.rows < _FEW_ROWS:
         why = (
             f"batch norm in '{few.path}', of {few.rows} values of a channel): take more samples in a micro-batch, by "
             "a smaller accumulate or a larger batch"
         )
-    # a value that is not finite is named by the first step
+    # if a value is not finite, the first step names it
     for name, value in whole.numbers().items() if finite(whole, *parts) else ():
         added = sum(part.numbers().get(name, 0.0) for part in parts)
         if not added_up(name, whole, added, dtype):
@@ -137,9 +140,9 @@ def _sums_differ(
 
 def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
                   dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
-    """Returns (path of a batch norm, the problem) where one runs otherwise, or on other samples, on parts; else ()."""
+    """Returns (path, problem) of a batch norm that runs otherwise, or on other groups, on parts; () if none does."""
     paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
-    # Numbers of calls before their statistics, which can be paired only where they are equal.
+    # Numbers of calls first, since statistics can be paired only if these are equal.
     for path in dict.fromkeys(path for paths in paths_by_run for path in paths):
         times, *of_parts = [paths.count(path) for paths in paths_by_run]
         other = next((at for at, count in enumerate(of_parts) if count != times), None)
@@ -148,7 +151,7 @@ def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes:
                 f"batch norm in '{path}' runs {times} times on {sum(sizes)} samples and {of_parts[other]} times on "
                 f"{sizes[other]} of them, {_FOR_PARTS}: {_GROUPS}"
             )
-    # each has as many calls in every run, perhaps in another order
+    # each norm has as many calls in every run, but perhaps in another order
     pairs = zip(*(sorted(noted, key=attrgetter("path")) for noted in (whole, *parts)), strict=True)
     for norm, *of_each_part in pairs:
         if _apart(norm, of_each_part, dtype):
@@ -166,13 +169,13 @@ _GROUPS = (
 
 
 def _apart(whole: Statistics, parts: list[Statistics], dtype: torch.dtype) -> bool:
-    """Whether mean and variance of the parts, put together, differ from the whole's by more than rounding."""
+    """Whether mean and variance of the parts, combined, differ from the whole's by more than rounding."""
     if sum(part.rows for part in parts) != whole.rows:
         return True
     mean = _weighed([(part.rows, part.mean) for part in parts], whole.rows)
-    # of all rows: the mean variance within parts, and that of the parts' means
+    # the variance of all is the mean variance within parts, plus that of the parts' means
     var = _weighed([(part.rows, part.var + (part.mean - mean).square()) for part in parts], whole.rows)
-    # of the values, not of their spread: a channel that hardly varies has a mean of rounding alone
+    # the size of the values, not their spread, since in a channel that hardly varies differences are rounding
     scale = float((whole.var + whole.mean.square()).max().sqrt())
     bar = 10 * bar_of(dtype)
     means, variances = (mean - whole.mean).abs(), (var - whole.var).abs()

@@ -1,1 +1,1 @@
-"""This machine measured: products and other ops, collectives, what the engine adds; plans and ranks run on it."""
+"""Measures this machine (matrix products, other ops, collectives, the engine's overhead), and runs plans on it."""

@@ -1,14 +1,15 @@
-"""Time collectives and messages between nodes, by kind, size, number of nodes and ranks of each.
+"""Times collectives and messages between nodes, by op, size, number of nodes and ranks of each node.
 
 Two nodes of two ranks:
 
-    one rank of each    [0 2] [1 3]    at once, as the groups of a layout are: they share what a node has of links
+    one rank of each    [0 2] [1 3]    both groups at the same time, as in a layout, so they share a node's links
     all ranks           [0 1 2 3]
-    messages            0 <-> 2, 1 <-> 3 at once, there and back
+    messages            0 <-> 2, 1 <-> 3 at the same time, there and back
 
-Four nodes: the same for two of them (both pairs at once) and for four.
+Four nodes: the same for two of them (both pairs at the same time) and for four.
 
-*What this does not do*: part of a node's ranks in one group, which is read between one and all; far and near nodes.
+*What this does not do*: groups with some of a node's ranks, which are interpolated between one and all; distances of
+nodes.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from shardwise.measure.collective_times import BYTES, LARGE, OFTEN, SELDOM, afte
 from shardwise.measure.pace import Pace
 from shardwise.planner.candidates import divisors
 
-LONG_US = 1e6  # a size whose slowest call takes so long is a link's last: larger ones take as many times longer
+LONG_US = 1e6  # microseconds of a call after which no larger size is timed, since time grows in proportion then
 
 Nodes = Sequence[Sequence[int]]
 
 
 def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYTES) -> list[Between]:
-    """Returns rows (op, nodes, ranks of each, bytes of the whole tensor, microseconds). Collective over all ranks.
+    """Returns rows (op, nodes, ranks of each, bytes of the full tensor, microseconds). Collective over all ranks.
 
-    nodes   the ranks of each, all of the same number, two nodes or more
+    nodes   the ranks of each of two or more nodes, equally many
     sizes   bytes, ascending
 
-    A message ("send") is half of what it takes there and back. Of an odd number of nodes the last sends none.
+    A message (op "send") takes half of the time there and back. If the number of nodes is odd, the last sends none.
     """
     rows: list[Between] = []
-    # each number of nodes that divides them: as many groups measure at once
+    # for each number of nodes that divides theirs, all groups of that many nodes measure at the same time
     for count in divisors(len(nodes))[1:]:
-        # one rank of each node shares no link; all of them do
+        # groups of one rank of each node, and groups of all ranks
         for per_node in sorted({1, len(nodes[0])}):
             with _axis(groups(nodes, count, per_node)) as axis:
                 rows += _growing(device, axis, count, per_node, sizes)
@@ -54,9 +55,9 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
 
 
 def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
-    """Returns groups of ranks over `count` neighbouring nodes: of all their ranks, or of those at one place in each."""
+    """Returns groups of ranks over `count` neighbouring nodes, with `per_node` (one or all) ranks of each node."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
-    # all ranks of the nodes are one group; else ranks at the same place in each node are one
+    # with one rank of each node, ranks of the same local index form a group
     if per_node == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]
     return [list(ranks) for block in blocks for ranks in zip(*block, strict=True)]
@@ -64,7 +65,7 @@ def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
 
 @contextmanager
 def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
-    """Context: yields this rank's group among `members`; None where it is in none of them."""
+    """Context that makes process groups of `members` and yields this rank's as an axis, or None if it is in none."""
     group, every = dist.new_subgroups_by_enumeration(members)
     mine = next((tuple(ranks) for ranks in members if dist.get_rank() in ranks), None)
     yield None if mine is None else Axis("probe", len(mine), dist.get_rank(group), group, mine)
@@ -74,7 +75,7 @@ def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
 
 
 def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int, sizes: Sequence[int]) -> list[Between]:
-    """Returns rows of collectives over `nodes` nodes, by size, until one takes longer than `LONG_US`."""
+    """Returns rows of collectives over `nodes` nodes, by ascending size until one takes longer than `LONG_US`."""
     rows: list[Between] = []
     assert axis is not None  # the number of nodes is divided evenly
     for wanted in sizes:
@@ -86,7 +87,7 @@ def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int,
 
 
 def _messages(device: torch.device, axis: Axis, sizes: Sequence[int]) -> list[tuple[int, float]]:
-    """Returns (bytes, microseconds of one way) of messages there and back, until one takes longer than `LONG_US`."""
+    """Returns (bytes, microseconds one way) of messages, by ascending size until one takes longer than `LONG_US`."""
     rows: list[tuple[int, float]] = []
     for wanted in sizes:
         tensor = torch.zeros(max(1, wanted // 4), device=device)
@@ -104,7 +105,7 @@ def _there_and_back(tensor: torch.Tensor, axis: Axis) -> None:
 
 
 def _slowest(value: float, axis: Axis, device: torch.device) -> float:
-    """Returns the largest value on the axis, the same on its ranks, which go on together or not at all."""
+    """Returns the maximum of `value` over the axis, so that its ranks take the same decision. Collective."""
     most = torch.tensor([value], device=device)
     all_reduce(most, axis, "probe", op="max")
     return float(most)

@@ -1,4 +1,4 @@
-"""Time collectives inside a node by kind, size and number of ranks, as a step meets them."""
+"""Times collectives inside a node by op, size and number of ranks, in the situation in which a step runs them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from shardwise.measure.pace import Budget, Pace, ends_first, within
 from shardwise.planner.candidates import divisors
 
 BYTES = tuple(2**i for i in range(10, 27, 2))
-WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
-OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a small one, and of those from so many bytes on
-LEAST = 5  # sizes, however slow a machine is
-BUDGET_S = 0.2  # for one of one size, where a machine is slow
+WORK = 256  # rows and columns of the matrix product before each collective: half a millisecond of a CPU
+OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a collective of at most LARGE bytes, and of a larger one
+LEAST = 5  # sizes that are measured even on a slow machine
+BUDGET_S = 0.2  # seconds for one collective of one size
 
 Message = tuple[str, int, int, float]
 
 
 def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budget) -> list[Message]:
-    """Returns rows (op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
+    """Returns rows (op, ranks, bytes of the full tensor, microseconds), sizes ascending. Collective.
 
-    Of a "halo", an all-to-all between neighbours alone, the bytes are those that a rank between two others is sent.
+    For op "halo", an all-to-all between neighbours alone, bytes are those that a rank with two neighbours receives.
 
-    Groups of neighbours, of every size that divides the ranks, all of them at once as in a run. Of each the smallest
-    and the largest tensor and three between, since a message takes its wait and its bytes, which no line through the
-    ends of a logarithmic scale tells; others while there is time.
+    Groups of neighbouring ranks, of every size that divides `ranks`, run at the same time as in a run. The smallest and
+    the largest tensor and three others are measured in any case, since latency plus bytes is no line on a logarithmic
+    scale; further sizes follow until time is up.
     """
     rows: list[Message] = []
     groups = divisors(ranks)[1:]
     for at, size in enumerate(groups):
         group, every = dist.new_subgroups(size)
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
-        # between two ranks a halo is an all-to-all
+        # for two ranks a halo is an all-to-all
         figures = [partial(of_size, pace, axis, count, halo=size > 2) for count in ends_first(BYTES)]
         rows += sorted(chain(*within(budget.part(1 / (len(groups) - at), device), figures, LEAST, device)))
         for each in every:
@@ -52,9 +52,9 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
 def of_size(
     pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf, *, halo: bool = False
 ) -> list[Message]:  # fmt: skip
-    """Returns rows of each collective with a tensor of `size_bytes`, in about `may_s` seconds.
+    """Returns a row of each collective over `axis` with a tensor of `size_bytes`, in about `may_s` seconds.
 
-    halo  an exchange between neighbours too
+    halo  whether an exchange between neighbours is measured too
     """
     device, ranks = pace.device, axis.size
     chunk = max(1, size_bytes // 4 // ranks)
@@ -74,9 +74,9 @@ def of_size(
     def took(call: Callable[[], Any]) -> float:
         began = time.perf_counter()
         after_work(call, device, 1)
-        # after_work makes one call more than it is asked for: two
+        # `after_work` makes one call more than asked, so two here
         once = torch.tensor([(time.perf_counter() - began) / 2], device=device)
-        all_reduce(once, axis, "probe")  # the same number on every rank of the group
+        all_reduce(once, axis, "probe")  # so that all ranks make equally many calls
         within_s = min(BUDGET_S, may_s / len(calls))
         times = min(most, max(SELDOM if within_s > 0 else 1, int(within_s * ranks / float(once))))
         return 1e6 * pace.seconds(partial(after_work, call, device, times))
@@ -85,9 +85,9 @@ def of_size(
 
 
 def after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Returns seconds of a call that ranks reach from computing, as in a step: late ranks are waited for.
+    """Returns the mean seconds of `times` calls, each after a matrix product, so that late ranks are waited for.
 
-    A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
+    The mean is used because a step makes many calls, whose sum counts. The slowest tenth is left out.
     """
     a, taken = torch.ones(WORK, WORK, device=device), []
     for _ in range(times + 1):  # the same number on every rank

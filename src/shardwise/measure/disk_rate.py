@@ -1,4 +1,4 @@
-"""Rates of the disk on which temporary files lie, as a tier's file is written and read (tiers/disk)."""
+"""Measures the disk of the temporary folder, written and read as an offloading tier does it (tiers/disk)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ GROUP_BYTES, GROUPS = 32 << 20, 6
 
 
 def disk_rate() -> float:
-    """Returns bytes a second of a disk that is written and read in turn, past the page cache where it can be."""
+    """Returns bytes a second of the disk when written and read in turn, without the page cache if possible."""
     try:
         rates = file_rates(GROUPS, GROUP_BYTES)
-    except RefusedPlan:  # the folder lies in memory, or has no room: no tier, and files are written there all the same
+    except RefusedPlan:  # the folder is in memory or has no room, so it cannot be a tier; plain files are timed
         return _written_rate()
     return 2 / (1 / rates["write"] + 1 / rates["read"])
 
 
 def file_rates(groups: int, group_bytes: int) -> dict[str, float]:
-    """Returns {"write", "read": bytes a second} of a tier's file of `groups` sub-groups, moved without an update.
+    """Returns {"write": bytes a second, "read": bytes a second} of a tier's file.
 
-    Raises `RefusedPlan` where temporary files lie in memory, or have no room.
+    groups, group_bytes  number of sub-groups that are moved, and bytes of each
+
+    Raises `RefusedPlan` if the temporary folder is in memory, or has no room.
     """
     parts = [Subgroup([], number, size=group_bytes) for number in range(groups)]
     file, rates = StateFile(parts, 0), {}
@@ -40,14 +42,14 @@ def file_rates(groups: int, group_bytes: int) -> dict[str, float]:
             move(part)
         file.finish()
         rates[name] = groups * group_bytes / (time.perf_counter() - began)
-    for part in parts:  # tensors of the mapped file, whose room is given back with the last of them
+    for part in parts:  # the mapped file is freed with the last tensor in it
         part.rest = part.after = part.buffer
     file.close()
     return rates
 
 
 def _written_rate() -> float:
-    """Returns bytes a second that a synced file of 64 MiB takes."""
+    """Returns bytes a second at which a file of 64 MiB is written and synced."""
     data = os.urandom(2**20) * 64
     with tempfile.TemporaryFile() as file:
         began = time.perf_counter()

@@ -1,13 +1,13 @@
-"""`probe`: measure this machine (products, other ops, memory, collectives, disk, the engine); returns a `Cluster`.
+"""`probe`: measures this machine (products, other ops, memory, collectives, disk, the engine) and returns a `Cluster`.
 
-All ranks measure at the same time, as they do in a run, and the slower one counts. Each figure says that it was
-measured, with what, when.
+"Products" are matrix products. All ranks measure at the same time, as in a run, and the slowest counts. Each figure
+carries its source: measured, by which version, on which day.
 
     rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all | disk | steps
     rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all |      | steps
 
-Ranks that a launcher started are joined. On several nodes each measures this by itself, all at the same time, and
-then the links between them (`between_nodes`).
+If a launcher has started ranks, these measure. On several nodes each node measures this by itself, all at the same
+time, and then all together measure the links between them (`between_nodes`).
 
 *What this does not do*: probe links between nodes from one node; what the engine adds under plans over several nodes.
 """
@@ -51,19 +51,19 @@ from shardwise.ranks import LaunchedPlace, apart, here, join, launch, nodes_of
 from shardwise.ranks.launchers import own_device
 from shardwise.tiers.scratch import IN_MEMORY, file_system
 
-SIDES = (32, 128, 512, 1024)
-CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
-LENGTHS, WIDTHS = (512, 2048, 8192), (64, 128)  # of attention on a GPU: positions, and one head's width
-BUDGET_S = 0.03  # for one figure, after a first call
-LIMIT_S = 600.0  # for one part of a probe, that hangs otherwise
-WHOLE_S, QUICK_S = 120.0, 30.0  # of a probe, and of one with --quick
-FIT_S = 12.0, 6.0  # of them, for the comparison of steps with the sums of their ops
-FIGURES = 0.45  # of what is left when ranks are there, for what comes before steps; of that:
-PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
+SIDES = (32, 128, 512, 1024)  # values of m, n and k of products on a CPU
+CUDA_SIDES = (512, 1024, 2048, 4096, 8192)  # the same on a GPU
+LENGTHS, WIDTHS = (512, 2048, 8192), (64, 128)  # attention on a GPU: positions, widths of a head
+BUDGET_S = 0.03  # seconds for one figure, after a first call
+LIMIT_S = 600.0  # seconds after which a part of a probe counts as hanging
+WHOLE_S, QUICK_S = 120.0, 30.0  # seconds of a probe, and of one with --quick
+FIT_S = 12.0, 6.0  # seconds of these (whole, quick) for comparing steps with the sums of their ops
+FIGURES = 0.45  # share of the seconds left, once ranks have started, for all but steps; shares of what is left of that:
+PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call, of 3 or more within `budget_s`: what it takes as a rule, not the best."""
+    """Returns the median seconds of a call, over 3 to 200 calls in about `budget_s` seconds."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -77,9 +77,10 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
 
 
 def measure(say: Say, budget: Budget) -> dict[str, Any]:
-    """Returns {figure: value} of all that one rank measures. Collective; rank 0 reports progress.
+    """Measures everything but steps on one rank; returns {name of the figure: value}. Collective.
 
-    budget  of the whole probe: a share of it is taken here, by fewer sizes where a machine is slow
+    say     called by rank 0 with lines of progress
+    budget  of the whole probe, of which the share FIGURES is used here; a slow machine measures fewer sizes
     """
     device = own_device()
     budget = budget.part(FIGURES, device)
@@ -97,7 +98,7 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     figures["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
     figures["op"] = pace.seconds(partial(_op, device))
-    if on_host(device):  # where the host computes the ops itself
+    if on_host(device):  # a GPU's other ops are forecast by bytes and bandwidth
         say("probe: other ops by size")
         figures["ops"] = op_times(pace, budget.part(OPS, device))
     say(f"probe: collectives of {ranks} ranks by size")
@@ -114,10 +115,11 @@ def _of_rank_zero(say: Say) -> Say:
 
 
 def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = False) -> dict[str, Any]:
-    """Returns rows of timed steps of reference modules, "steps" (name, place, seconds) and "large", on one CPU rank,
-    where nothing hides what the host adds. Collective.
+    """Times steps of reference modules on CPU ranks, where nothing hides the host's overhead. Collective.
 
-    reference   the pace at which all else was measured, microseconds
+    reference   microseconds of the pace at which everything else was measured
+
+    Returns {"steps": [(technique, index of the module, seconds)], "large": [(kind of op, technique, seconds)]}.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     pace = Pace(torch.device("cpu"), reference)
@@ -131,7 +133,7 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _products(pace: Pace, budget: Budget) -> list[tuple[str, int, int, int, float]]:
-    """Returns rows (dtype or kind, m, n, k, microseconds) of products, convolutions or attention."""
+    """Returns rows (dtype or kind, m, n, k, microseconds) of products, and convolutions (CPU) or attention (GPU)."""
     device = pace.device
     if on_host(device):
         return product_times(SIDES, pace, budget.part(0.7)) + convolution_times(pace, budget)
@@ -149,10 +151,11 @@ def attention_times(
 ) -> list[tuple[str, int, int, int, float]]:
     """Returns rows ("attention" or "attention_backward", length, heads x samples, width, microseconds), causal, bf16.
 
-    tokens   length times heads times samples of each
+    tokens   length times heads times samples, the same for each row
     """
     rows = []
     for width, length in product(widths, lengths):
+        # q, k and v have equally many elements in all rows
         heads = max(1, tokens // length)
         shape = (1, heads, length, width)
         q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -167,14 +170,14 @@ def attention_times(
 
 
 def _stream(device: torch.device) -> float:
-    """Returns bytes per second of an addition that reads two tensors and writes one."""
+    """Returns bytes per second of memory, by an addition that reads two tensors and writes one."""
     count = 2**23 if on_host(device) else 2**27
     a, b, out = (torch.randn(count, device=device) for _ in range(3))
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
 
 def _op(device: torch.device) -> float:
-    """Returns microseconds of one op of a forward and backward whose tensors are tiny."""
+    """Returns the mean microseconds of an op in a forward and backward with tiny tensors."""
     from shardwise.measure.reference_modules import reference_task
     from shardwise.rehearsal.step_trace import trace
 
@@ -199,22 +202,23 @@ def _host(device: torch.device) -> float | None:
 
 
 def _free_bytes() -> int | None:
-    """Returns the free bytes where temporary files go; None where that is in memory, and no tier."""
+    """Returns the free bytes of the temporary folder's disk; None if the folder is in memory, so no tier."""
     folder = Path(tempfile.gettempdir())
     return None if file_system(folder) in IN_MEMORY else shutil.disk_usage(folder).free
 
 
 def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -> Cluster:
-    """Measures this machine with `ranks` ranks at once (products, memory, collectives, disk); returns a `Cluster`.
+    """Measures this machine with several ranks at the same time and returns it as a `Cluster`.
 
-    By default one rank for each CUDA device, or two on a CPU. Ranks that a launcher started are joined, and those of
-    several hosts measure the links between them too. Collective then, with the same `Cluster` on every rank; process
-    groups that were made before are gone afterwards. Raises `InputError` where hosts have unequal numbers of ranks,
-    or ranks of a host do not follow each other.
+    ranks  number of ranks; None: one for each CUDA device, or two on a CPU
+    say    called with lines of progress, by rank 0 too, so it has to be a function that can be pickled
+    quick  whether fewer reference modules are timed, and only once
 
-    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled. `quick` goes
-    through the reference modules once, and through fewer. A slow machine is given fewer sizes of products, ops and
-    collectives, and fewer steps of modules, so that all of it takes `WHOLE_S`, or `QUICK_S`.
+    If a launcher has started ranks, these measure, and on several hosts the links between them too. The call is then
+    collective and returns the same `Cluster` on every rank; process groups made before are gone afterwards.
+
+    A slow machine measures fewer sizes and steps, so that a probe takes `WHOLE_S` or `QUICK_S` seconds. Raises
+    `InputError` if hosts have unequal numbers of ranks, or the ranks of a host are not consecutive.
     """
     budget = Budget((QUICK_S if quick else WHOLE_S) - FIT_S[quick])
     place = here()
@@ -223,14 +227,17 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     say("probe: starting its ranks")
     count = ranks or device_count() or 2
     cluster = _cluster(launch(measure, count, (say, budget), timeout_s=LIMIT_S))
-    if cluster.device.pace_us is None:  # a GPU: the engine's own steps are timed where nothing hides the host's work
+    if cluster.device.pace_us is None:  # a GPU hides the engine's overhead, so it is not timed
         return cluster
     results = launch(measure_engine, count, (say, cluster.device.pace_us.value, budget, quick), timeout_s=LIMIT_S)
     return _with_engine(cluster, results, say)
 
 
 def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
-    """Returns the probe of a launcher's ranks, all nodes at once, then between; `InputError` for other `ranks`."""
+    """Returns the probe by a launcher's ranks, first in each node, then between nodes.
+
+    Raises `InputError` if `ranks` is neither None nor the launcher's number.
+    """
     if ranks is not None and ranks != place.world_size:
         raise InputError(
             f"{place.named} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "
@@ -243,7 +250,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
     mine = next(node for node in nodes if rank in node)
 
     def on_each_node(function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
-        """Returns the results of `function` on all ranks, with each node as a world of its own."""
+        """Calls `function` on each rank with its node as the world; returns the results of all ranks."""
         with apart(mine, LIMIT_S) if len(nodes) > 1 else nullcontext():
             result = function(*args)
         return gather_json(result, everybody(), device)
@@ -254,15 +261,15 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
     steps = None if pace is None else on_each_node(measure_engine, say, pace.value, budget, quick)
     if len(nodes) > 1:
         say(f"probe: collectives and messages between {len(nodes)} nodes by size")
-        rows = gather_json(between_times(device, nodes), everybody(), device)  # a link keeps its pace
-    if rank == 0:  # the others wait: they share its CPUs
+        rows = gather_json(between_times(device, nodes), everybody(), device)
+    if rank == 0:  # the other ranks wait, since they share its CPUs
         cluster = cluster if steps is None else _with_engine(cluster, steps, say)
         cluster = cluster if len(nodes) == 1 else _with_links(cluster, len(nodes), rows)
     return Cluster.from_dict(gather_json(cluster.as_dict() if rank == 0 else None, everybody(), device)[0], "probe")
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
-    """Returns the cluster that all ranks' figures describe: of rates the slowest rank's, which the others wait for."""
+    """Returns the cluster described by all ranks' figures (`measure`), with the slowest rank's rates."""
     first = results[0]
     nodes = len(results) // first["ranks"]
     where = f"{first['ranks']} rank(s)" if nodes == 1 else f"{nodes} nodes of {first['ranks']} rank(s)"
@@ -309,7 +316,7 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
 
 
 def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
-    """Returns the cluster of one node with the engine's overheads, from steps that ran as a job's do."""
+    """Returns the cluster with the engine's overheads and factors, fitted to the ranks' `measure_engine` results."""
     say("probe: comparing the steps with the sums of their ops")
     steps: dict[str, list[float]] = {}
     for name, _, took in slower([r["steps"] for r in results]):
@@ -320,7 +327,7 @@ def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> C
 
 
 def _with_links(cluster: Cluster, nodes: int, rows_by_rank: list[list[Between]]) -> Cluster:
-    """Returns the cluster of `nodes` nodes with the links between them, as the slowest rank measured them."""
+    """Returns the cluster with a second tier of `nodes` nodes and the slowest rank's times between them."""
     most: dict[tuple[str, int, int, int], float] = {}
     for op, count, per_node, size, us in (row for rows in rows_by_rank for row in rows):
         most[op, count, per_node, size] = max(us, most.get((op, count, per_node, size), 0.0))
@@ -331,23 +338,22 @@ def _with_links(cluster: Cluster, nodes: int, rows_by_rank: list[list[Between]])
     def figure(value: float) -> Figure:
         return Figure(float(f"{value:.4g}"), "measured", source)
 
-    large, took = sends[-1]  # smaller ones may pass in the buffers on the way
+    large, took = sends[-1]  # smaller messages may fit in buffers on the way
     rate = figure(large / took / 1e3)
     return replace(cluster, tiers=(*cluster.tiers, Tier("network", nodes, rate, figure(sends[0][1]))), between=rows)
 
 
 def text(cluster: Cluster) -> str:
-    """Returns the cluster's figures as text."""
+    """Returns a probed cluster's figures as text for people."""
     d, tier = cluster.device, cluster.tiers[0]
     nodes = "" if len(cluster.tiers) == 1 else f"{cluster.tiers[1].count} nodes of "
-    # a device without a figure for float32 is shown by that of 16 bits
     rate = (d.fp32_tflops or d.bf16_tflops).value
     lines = [
         f"{cluster.name}",
         f"  {nodes}{tier.count} x {d.name}: {rate * 1e3:.4g} GFLOP/s of large fp32 products, "
         f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
     ]
-    # these are measured on some devices alone
+    # only some devices have these figures
     if d.op_us is not None and d.disk_gbps is not None:
         room = cluster.node.disk_gb
         free = "" if room is None else f", {room.value:.4g} GB free"
@@ -355,7 +361,6 @@ def text(cluster: Cluster) -> str:
     if d.factors:
         each = ", ".join(f"{kind} {factor:.3g}" for kind, factor in d.factors)
         lines.append(f"  ops inside a step take times those alone: {each}")
-    # one device has nobody to talk to
     if tier.count > 1:
         rate, wait = tier.gbps.value, tier.latency_us.value
         lines.append(f"  {tier.name}: {rate:.3g} GB/s of all-reduce, {wait:.3g} us for a small one")
@@ -363,7 +368,7 @@ def text(cluster: Cluster) -> str:
 
 
 def _links_text(cluster: Cluster) -> list[str]:
-    """Returns lines on the links between nodes: messages, then all-reduce over all nodes; [] without any."""
+    """Returns lines for people on the links between nodes; [] with one node."""
     if not cluster.between:
         return []
     inner, link = cluster.tiers[:2]

@@ -1,8 +1,8 @@
-"""Run one rank of a plan of any size for real on this machine: its shard, its micro-batches, no neighbours.
+"""`measure_rank`: really runs one rank of a plan of any size on this machine, without the other ranks.
 
-The rank's process joins a *fake* process group of the plan's world size: collectives return at once and move nothing.
-So compute time and the peak of live bytes are those of the real rank, down to the byte; what it computes is not, since
-what others would have sent is missing. Simulated communication is added by whoever asks.
+The rank's process joins a *fake* process group of the plan's world size, whose collectives return at once and move
+nothing. So compute time and peak live bytes are exactly those of the real rank. Its values are not, since data of other
+ranks is missing. Callers add simulated communication.
 
     rank r of N:   parallelize ── step ── step ── step      all_gather, reduce_scatter: no-ops
 """
@@ -22,13 +22,13 @@ from shardwise.task import Task
 if TYPE_CHECKING:
     from shardwise.random import Randomness
 
-STEPS = 4  # the first is not timed
+STEPS = 4  # steps, of which the first is not timed
 
 
 def run_alone(
     make: Callable[[], Task], plan_text: str, samples: int, rank: int, randomness: Randomness
 ) -> dict[str, Any]:
-    """Runs the steps of one rank, in a process of its own; returns bytes and seconds by name; raises as a run does."""
+    """Runs the steps of rank `rank` in this process; returns a dict as `measure_rank`; raises as a run does."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,16 +46,16 @@ def run_alone(
     rest = 0
     with LiveBytes() as live:
         engine = parallelize(task, plan, check_loss=False, randomness=randomness)
-        engine.state.on_nonfinite = "use"  # before torch 2.13 sums stay as memory was; the update is one all the same
+        engine.state.on_nonfinite = "use"  # fake collectives may leave NaN, and the update must still run
         for step in range(2):
             engine.step(batch_of(step))
-            if step == 0:  # the peak is that of the second step, which finds the optimizer's state
+            if step == 0:  # the peak is that of the second step, when the optimizer has its state
                 rest = live.now
                 live.reset_peak()
         peak = live.peak
     random = engine.state.global_random
     engine.state.watch.idle = random is not None and not random.met
-    for step in range(STEPS):  # without the mode, which slows every op
+    for step in range(STEPS):  # without modes, which slow every op
         batch = batch_of(step)
         began = time.perf_counter()
         engine.step(batch)
@@ -74,12 +74,15 @@ def run_alone(
 def measure_rank(
     make: Callable[[], Task], plan: Plan, samples: int, rank: int = 0, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Returns peak of live bytes and compute seconds of one rank of a plan that this version can run.
+    """Runs one rank of a plan and returns its peak live bytes and compute seconds.
 
-    Keys: rank, peak_live and rest_live (bytes), seconds (of the fastest step), threads, and those of `Engine.memory`.
+    make     builds the task, and can be pickled
+    samples  samples of a step, if the task reads a source
 
-    `make` builds the task and can be pickled; `samples` as in `measure_here`. Raises `RefusedPlan` for a plan that
-    cannot run, `InputError` for a rank outside it.
+    Keys: rank, peak_live and rest_live (bytes, at the peak and between steps), seconds (of the fastest step), threads
+    (of torch), and those of `Engine.memory`.
+
+    Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank that it does not have.
     """
     check(plan)
     if not 0 <= rank < plan.world_size:

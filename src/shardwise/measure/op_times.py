@@ -1,7 +1,7 @@
-"""Time the ops of a forward and backward on a CPU, one by one over sizes, as a step calls them.
+"""Times the ops of a forward and backward on a CPU one by one, by size, in the situation in which a step runs them.
 
-A step keeps what its forward makes, so outputs are held until a dozen megabytes are full and inputs are taken in turn:
-an op that writes into memory still in the cache would look faster than it is.
+A step keeps its activations. So outputs are kept until HELD_BYTES are full, and several inputs are used in turn, since
+an op that writes into memory still in the cache would look faster than in a step.
 
 *What this does not do*: other dtypes than float32.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from shardwise.measure.pace import Budget, Pace, ends_first, within
 
 ATEN = torch.ops.aten
-ELEMENTS = (2**8, 2**13, 2**17, 2**20)
-HELD_BYTES = 12 * 2**20
-BUDGET_S = 0.012  # for one op of one size, after a first round
-CONV_FLOPS = 1.5e9  # of the largest convolution that is timed
-WIDTH = 64  # of rows that are normalised, multiplied by a vector, looked up
+ELEMENTS = (2**8, 2**13, 2**17, 2**20)  # elements of an input
+HELD_BYTES = 12 * 2**20  # bytes of outputs that are kept
+BUDGET_S = 0.012  # seconds for one op of one size, after a first round
+CONV_FLOPS = 1.5e9  # FLOPs of the largest convolution that is timed
+WIDTH = 64  # size of the last dim of inputs
 
 Made = Sequence[Tensor]
 Row = tuple[str, float, float]
@@ -46,7 +46,7 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight, bias, mean, rstd
 
 
-# name -> inputs for a number of elements, and the call
+# name -> (number of elements -> inputs, function of the inputs)
 OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
     "add": (lambda n: (_rows(n), _rows(n)), ATEN.add),
     "add_": (lambda n: (_rows(n), _rows(n)), ATEN.add_),
@@ -165,7 +165,7 @@ OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
 
 
 def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call within a budget, of at least three calls where it is above zero."""
+    """Returns the median seconds of a call, over 3 to 200 calls in about `budget_s` seconds; one call if that is 0."""
     call()
     times: list[float] = []
     until = time.perf_counter() + budget_s
@@ -177,12 +177,16 @@ def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
 
 
 def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float, Callable[[], object], int]:
-    """Returns (bytes that one call moves, a function that makes a round of calls and keeps outputs, their number)."""
+    """Returns (bytes that one call moves, function that makes a round of calls, number of calls in a round).
+
+    inputs  makes the arguments of `call`; a round keeps the outputs of its calls until it ends
+    """
     first = inputs()
     out = call(*first)
     made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(t)]
     size = sum(t.numel() * t.element_size() for t in (*first, *made))
     count = max(2, min(64, HELD_BYTES // max(1, size)))
+    # several sets of inputs, since the same one would stay in the cache
     sets = [inputs() for _ in range(min(count, 16))]
 
     def round_of() -> list[object]:
@@ -192,9 +196,10 @@ def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float
 
 
 def op_times(pace: Pace, budget: Budget) -> list[Row]:
-    """Returns rows (op, bytes it reads and writes, microseconds), sizes ascending. Collective.
+    """Returns rows (op, bytes that it reads and writes, microseconds), sizes ascending. Collective.
 
-    Every op at its smallest and its largest size, and at others while there is time.
+    Every op is timed at its smallest and its largest size, and at others until time is up. Rows of "attention" and
+    "attention_backward" have FLOPs in place of bytes.
     """
 
     def figure(name: str, count: int, may_s: float) -> Row:
@@ -202,13 +207,14 @@ def op_times(pace: Pace, budget: Budget) -> list[Row]:
         size, round_of, times = held(partial(inputs, count), call)
         return (name, size, 1e6 * pace.seconds(partial(typical, round_of, min(BUDGET_S, may_s))) / times)
 
+    # all ops at both ends come first, since a slow machine stops early
     figures = [partial(figure, name, count) for count in ends_first(ELEMENTS) for name in OPS]
     with torch.no_grad():
         return sorted(within(budget, figures, 2 * len(OPS))) + _attention(pace)
 
 
 def _attention(pace: Pace) -> list[Row]:
-    """Returns rows (op, FLOPs, microseconds) of fused attention, forward and backward."""
+    """Returns rows (op, FLOPs without a mask, microseconds) of causal fused attention, forward and backward."""
     rows: list[Row] = []
     forward = ATEN._scaled_dot_product_flash_attention_for_cpu
     backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
@@ -224,10 +230,10 @@ def _attention(pace: Pace) -> list[Row]:
 
 
 def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Product]:
-    """Returns rows (fp32, m, n, k, microseconds), the mean of a linear layer's three products in a step. Collective.
+    """Returns rows ("fp32", m, n, k, microseconds), each the mean of a linear layer's three products. Collective.
 
-    Forward multiplies with a transposed weight, backward by the weight and by transposed inputs. Shapes of the smallest
-    and the largest side come first, and others while there is time.
+    Forward multiplies by a transposed weight, backward by the weight and by transposed inputs. Shapes of the smallest
+    and the largest of `sides` come first, others follow until time is up.
     """
 
     def figure(m: int, n: int, k: int, may_s: float) -> Product:
@@ -239,6 +245,7 @@ def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Prod
         took = [pace.seconds(partial(_product_seconds, way, min(BUDGET_S, may_s) / 3)) for way in ways]
         return ("fp32", m, n, k, 1e6 * sum(took) / 3)
 
+    # shapes of the ends come first, since a slow machine stops early
     ends = {sides[0], sides[-1]}
     shapes = sorted(product(sides, repeat=3), key=lambda shape: sum(side not in ends for side in shape))
     return sorted(within(budget, [partial(figure, *shape) for shape in shapes], 2**3))
@@ -250,15 +257,15 @@ def _product_seconds(way: Callable[[], Made], budget_s: float) -> float:
 
 
 def convolution_times(pace: Pace, budget: Budget) -> list[Product]:
-    """Returns rows (conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 convolutions.
+    """Returns rows ("conv" or "conv_backward", samples x positions, channels out, 9 x channels in, microseconds).
 
-    Few channels come first, and others while there is time. Collective.
+    These are 3 x 3 convolutions. Few channels come first, others follow until time is up. Collective.
     """
 
     def figure(side: int, outward: int, inward: int, may_s: float) -> list[Product]:
         cells, deep = 2 * side * side, 9 * inward
         x, w = torch.randn(2, inward, side, side), torch.randn(outward, inward, 3, 3)
-        g = torch.randn(2, outward, side, side)  # one sample alone goes another way through PyTorch
+        g = torch.randn(2, outward, side, side)  # two samples, since PyTorch runs other code for one
         shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
         calls = (("conv", partial(ATEN.convolution, x, w, None, *shape)), ("conv_backward", back))

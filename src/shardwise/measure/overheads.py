@@ -1,10 +1,12 @@
-"""Measure what Python and the engine add to a step, by technique, on reference modules (used by costs/overhead).
+"""Measures the seconds that Python and the engine add to a step, by technique, on reference modules.
 
-Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is dealt
-to the step, to each op, to each on cut tensors, and to each unit or message (costs/overhead), by non-negative least
-squares over three modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind of op:
-products (attention too), convolutions, and all others, since inside a step caches hold what other ops left there. One
-of them says under techniques whose ranks meet many times in a step what share of its work a rank waits for others.
+Steps of these modules are measured, and forecast from figures of the same probe without overhead. The difference is
+divided among the step, each op, each op on sharded tensors, and each unit or message (costs/overhead), by non-negative
+least squares over three tiny modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind
+of op (products with attention, convolutions, all others), since caches are in another state inside a step. Under
+techniques with many collectives a large module gives the share of its work for which a rank waits for others.
+
+A "technique" here is a name such as "zero3" or "tp", with the suffix ` draws` if random operations are followed.
 
 *What this does not do*: compiled modules, experts; devices that run behind the host, where overhead hides.
 """
@@ -37,42 +39,43 @@ from shardwise.planner.traced_task import Traced
 from shardwise.progress import Say, silent
 from shardwise.task import Task
 
-REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
-WARM, MOST, BUDGET_S = 4, 320, 0.6  # steps of one module: as many as fit the budget, at most MOST
-LEAST, STEPS = 6, 24  # of which a median can be told; of which one is sure, where there is time
-PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
-TURNS = 6
-ALIKE = {"zero2": "zero1", "sp": "tp"}  # techniques that a quick probe takes to add what another one does
-DRAWN = (BASE, "zero3", "tp", "sp", "pp")  # techniques that are measured once more with draws followed
-OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
-# kind of op -> techniques under which its module runs; nothing of what has no product can be cut
+REFERENCES = ((2, 1), (6, 1), (2, 4))  # (blocks, feed-forward parts of a block) of each tiny module
+WARM, MOST, BUDGET_S = 4, 320, 0.6  # warm-up steps of a module, most timed steps, seconds for these
+LEAST, STEPS = 6, 24  # fewest steps for a median, and for a reliable one if there is time
+PASSES, AGREE = 2, 1.08  # passes over all modules, and the factor within which two results agree
+TURNS = 6  # iterations of `fit`
+ALIKE = {"zero2": "zero1", "sp": "tp"}  # techniques that a quick probe assumes to cost as much as another
+DRAWN = (BASE, "zero3", "tp", "sp", "pp")  # techniques that are measured again with random operations followed
+OFTEN = ("zero3", "tp", "sp")  # techniques with many collectives in a step
+# kind of op -> techniques under which its module runs; modules without matrix products cannot be sharded by tp
 LARGE = {"products": (BASE, "zero1", "zero3", "tp", "sp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
-TIMID = 0.03  # weight of a factor common to all kinds, beside a step's own: where steps say nothing of a kind
+TIMID = 0.03  # weight of equal factors for all kinds, against the weight 1 of a step: used if no step has a kind
 NOTHING = Overhead()
-SHIFT = 0.01  # of a factor, to see how much of a step it is in
+SHIFT = 0.01  # change of a factor by which its part of a step is found
 
 
 def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
-    """Returns, by technique, the plan over all ranks for each reference module that shows its overhead.
+    """Returns {technique: [plan over all `ranks` ranks for each of REFERENCES]}.
 
-    quick   without those of `ALIKE`, and draws followed under replicas alone
+    quick   whether techniques in `ALIKE` are left out, and random operations followed only under replicas
     """
     texts = {BASE: f"dp_replicate={ranks}"}
     if ranks > 1:
         texts |= {f"zero{stage.number}": f"dp_shard={ranks},zero={stage.number}" for stage in SHARDED}
-    # an odd number of ranks has no halves to cut weights or stages over
+    # tp=2 and pp=2 need an even number of ranks
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         texts |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
-    # quick: techniques that cost as another does are left out and take its row
     texts = {name: plan for name, plan in texts.items() if not (quick and name in ALIKE)}
-    # and once more with draws followed, for those that have a row at all
     texts |= {name + DRAWS: texts[name] for name in (DRAWN[:1] if quick else DRAWN) if name in texts}
     return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in texts.items()}
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
-    """Returns the plan's text, with more micro-batches for a pipeline's last reference, so that messages differ."""
+    """Returns the plan for the module at index `reference`; a pipeline's last one gets more micro-batches.
+
+    Otherwise all modules would have equally many messages, and their cost could not be told from the step's.
+    """
     return f"{plan},microbatches=4" if name.startswith("pp") and reference == len(REFERENCES) - 1 else plan
 
 
@@ -82,12 +85,15 @@ Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a 
 def step_times(
     ranks: int, pace: Pace, say: Say = silent, *, budget: Budget | None = None, quick: bool = False
 ) -> tuple[dict[str, list[float]], Large]:
-    """Returns ({technique: seconds of a step of each tiny module}, those of larger modules by (kind, technique)).
+    """Times steps of all reference modules on all ranks. Collective.
 
-    Collective. All are measured `PASSES` times, so that a slow moment of the machine does not fall on one of them;
-    where these disagree, once more, and the median counts. `quick`: once, so that the machine's pace alone shows a slow
-    moment. A module takes its share of the budget that is left, and none is begun that would not end in time: a slow
-    machine takes fewer steps, not longer.
+    Returns ({technique: [seconds of a step of each tiny module]}, {(kind of op, technique): seconds of a large one}).
+
+    pace    corrects times of this rank; `budget`: for all, None: unlimited
+    quick   whether each module is measured once. If not, all are measured `PASSES` times, so that a slow moment of the
+            machine does not affect one module alone, and again if the results disagree; the median counts
+
+    A module takes its share of the budget left, and none begins that would not end in time.
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
@@ -105,7 +111,7 @@ def step_times(
             if turn and took[at] > left:  # it would not end in time
                 continue
             apart = max(seen) / min(seen) if seen else 1.0
-            if turn == PASSES and over_ranks(apart) < AGREE:  # the last round is for those whose passes disagree
+            if turn == PASSES and over_ranks(apart) < AGREE:  # the last round is for modules whose passes disagree
                 continue
             say(_progress_text(turn, rounds, at, len(work), plan, left))
             seen.append(_seconds(task, plan, pace, left / (len(work) - at), follows))
@@ -117,7 +123,7 @@ def step_times(
 
 
 def _progress_text(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
-    """Returns the line of progress: what is measured now, and for how long at most."""
+    """Returns the line of progress for module `at` of `count` in round `turn`; `left_s`: seconds left."""
     more = ", the fewest steps, since time is up" if left_s <= 0 else ""
     if left_s > 0 and math.isfinite(left_s):
         more = f", {left_s:.0f} s left at most"
@@ -125,19 +131,18 @@ def _progress_text(turn: int, rounds: int, at: int, count: int, plan: str, left_
 
 
 def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follows: bool = False) -> float:
-    """Returns the median seconds of a module's step, at the reference pace.
+    """Returns the median seconds of a module's step under a plan, at the reference pace. Collective.
 
-    share_s   what it may take, warming up included
-    follows   each operation is looked at for random numbers, as in a run of a module that draws some; the references
-              draw none, so a run of them would not
+    share_s   seconds that it may take, warm-up included
+    follows   whether every operation is followed for random numbers, as in a run of a module that uses some
     """
     seconds = _alone(task, plan, pace, share_s, follows)
-    gc.collect()  # with the engine go the threads of its groups, which would slow down the next one's steps
+    gc.collect()  # frees the engine with the threads of its groups, which would slow down the next engine
     return seconds
 
 
 def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> float:
-    """Returns the median seconds of a step of one reference under one plan, at the reference pace. Collective."""
+    """Returns what `_seconds` returns; a function of its own, so that its engine is unreachable afterwards."""
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
@@ -155,6 +160,7 @@ def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> 
             engine.step(batch)
             times.append(time.perf_counter() - began)
 
+    # the number of steps must be the same on all ranks, hence the mean
     take(WARM)
     step_s = over_ranks(median(times))
     beat.spread(step_s)
@@ -168,13 +174,16 @@ def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> 
 
 
 def steps_within(left_s: float, step_s: float) -> int:
-    """Returns how many steps to time where one takes `step_s`: what fits `BUDGET_S`, at least `STEPS` in time."""
+    """Returns the number of steps to time; `left_s`: seconds left, `step_s`: seconds of a step.
+
+    That is as many as fit in `BUDGET_S`, but at least `STEPS`; if time is short, those that fit, but at least `LEAST`.
+    """
     wanted = min(MOST, max(STEPS, int(BUDGET_S / step_s)))
     return wanted if wanted * step_s <= left_s else max(LEAST, int(left_s / step_s))
 
 
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:
-    """Returns (layout, trace, samples of a batch) of a reference task under a plan; raises as `of_plan` does."""
+    """Returns (layout, `Traced`, samples of a batch) of a reference task under a plan; raises as `of_plan`."""
     assert task.batch is not None
     samples = len(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
@@ -184,13 +193,14 @@ def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, i
 
 @dataclass(frozen=True)
 class Features:
-    """Terms of a step's forecast, from which it is computed for other factors and overheads.
+    """Linear terms of a step's forecast, from which its seconds follow for other factors and overheads.
 
-    fixed   seconds that no factor is on
-    kinds   seconds of each kind of op, in the order of `KINDS`
-    call    how often an op's overhead lies in it, `cut` how often that of an op on cut tensors, `event` how often a
-            unit's or message's
-    work    seconds of which ranks may wait for a share; `work_call` and `work_cut`: how often those lie in them
+    fixed   seconds that do not depend on factors
+    kinds   seconds of each kind of op at factor 1, in the order of `KINDS`
+    call    number of times that the overhead of an op counts; `cut`: of an op on sharded tensors; `event`: of a unit or
+            message (a number may be fractional, since some overhead overlaps)
+    work    a rank's seconds of work, a share of which it waits for others
+    work_call, work_cut  number of times that the overhead of an op, or of one on sharded tensors, is in that work
     """
 
     fixed: float
@@ -203,28 +213,28 @@ class Features:
     work_cut: float
 
     def bare(self, factors: Sequence[float]) -> float:
-        """Returns the step's seconds without overhead."""
+        """Returns the step's seconds without overhead; `factors`: one for each of `KINDS`."""
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
 
     def works(self, factors: Sequence[float], call_us: float = 0.0, cut_us: float = 0.0) -> float:
-        """Returns the seconds of a rank's work in a step, of which others wait for a share."""
+        """Returns the seconds of a rank's work in a step; `call_us`, `cut_us`: microseconds of overhead of each op."""
         ops = self.work * self.bare(factors) / self.bare([1.0] * len(KINDS))
         return ops + 1e-6 * (self.work_call * call_us + self.work_cut * cut_us)
 
     def added(self, row: Sequence[float]) -> float:
-        """Returns the seconds of overhead under a row (step, call, cut, event; microseconds)."""
+        """Returns the seconds of overhead in a step; `row`: microseconds (step, call, cut, event)."""
         return 1e-6 * (row[0] + self.call * row[1] + self.cut * row[2] + self.event * row[3])
 
 
 def fit(
     cluster: Cluster, steps: dict[str, list[float]], large: Large
 ) -> tuple[tuple[OverheadRow, ...], tuple[tuple[str, float], ...]]:
-    """Returns (a device's overheads by technique, its (kind of op, factor)), fitted to steps measured on it.
+    """Returns (`Device.overheads`, `Device.factors`) of the cluster's device, fitted to steps measured on it.
 
-    steps   technique -> seconds of the tiny modules; their forecasts come out as measured
-    large   steps of the larger ones, from which the factors are
+    steps   {technique: [seconds of a step of each tiny module]}, from which overheads follow
+    large   {(kind of op, technique): seconds of a step of a large module}, from which factors follow
 
-    Each depends on the other, so they are found in turns.
+    Overheads and factors depend on each other, so they are found alternately, `TURNS` times.
     """
     ranks = cluster.world_size
 
@@ -240,17 +250,17 @@ def fit(
     factors = [1.0] * len(KINDS)
     waits: dict[str, float] = {}
     rows = _rows(small, steps, factors, waits)
-    # factors follow from what overheads leave, and overheads from the factors: six turns settle both
+    # six iterations are enough for both to settle
     for _ in range(TURNS if large else 0):
         added = {name: times for name, *times, _ in rows}
         left = {key: seconds - wholes[key].added(added[key[1]]) for key, seconds in large.items()}
-        # techniques with many meetings say more of waits than of factors
+        # steps with many collectives depend more on waiting than on factors
         factors = _factors(wholes, {key: value for key, value in left.items() if key[1] not in OFTEN}, large)
         often = {key: value for key, value in left.items() if key[1] in OFTEN}
         waits = _waits(wholes, often, factors, {name: times[1:3] for name, times in added.items()})
         rows = _rows(small, steps, factors, waits)
     fitted = {row[0]: row for row in rows}
-    # a technique that was not measured takes the row of the one that it resembles
+    # techniques that a quick probe leaves out get the row of the one in ALIKE
     rows += tuple((name, *fitted[other][1:]) for name, other in ALIKE.items() if name not in fitted and other in fitted)
     return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
 
@@ -258,7 +268,11 @@ def fit(
 def _waits(
     wholes: dict[tuple[str, str], Features], left: Large, factors: Sequence[float], calls: dict[str, list[float]]
 ) -> dict[str, float]:
-    """Returns, by technique, the share of its work that a rank waits for others: what large steps take beyond ops."""
+    """Returns {technique: share of its work for which a rank waits for others}.
+
+    left    seconds of large steps without overhead; what exceeds the forecast of their ops is waiting
+    calls   {technique: (call, cut) overheads in microseconds}
+    """
     return {
         key[1]: max(0.0, (seconds - wholes[key].bare(factors)) / wholes[key].works(factors, *calls[key[1]]))
         for key, seconds in left.items()
@@ -266,9 +280,9 @@ def _waits(
 
 
 def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large) -> list[float]:
-    """Returns a factor for each kind of op: least relative errors of all steps, with a small pull to equal factors.
+    """Returns a factor for each of `KINDS`, by least squares of relative errors, slightly pulled to equal factors.
 
-    left   what of each step is not overhead
+    left   seconds of each large step without overhead; `large`: with it
     """
     alike = geometric_mean(
         max(SHIFT, seconds / wholes[key].bare([1.0] * len(KINDS))) for key, seconds in left.items()
@@ -289,13 +303,13 @@ def _rows(
 ) -> tuple[OverheadRow, ...]:
     """Returns the overhead row of each technique, in the order of `steps`.
 
-    An op costs the host the same under every technique, and one on cut tensors what its rule in Python takes; both
-    cost more with draws followed. So all techniques are solved together, which steadies what each of them adds.
+    The overheads of an op, and of an op on sharded tensors, are the same under every technique, but larger if random
+    operations are followed. So all techniques are solved together, which makes each one's own terms more certain.
     """
     rows: list[OverheadRow] = []
     for follows in (False, True):
         names = [name for name in steps if name.endswith(DRAWS) == follows]
-        cut_us = next((cut for _, _, _, cut, *_ in rows), 0.0)  # where no cut tensors were followed
+        cut_us = next((cut for _, _, _, cut, *_ in rows), 0.0)  # if no measured step with draws has sharded tensors
         rows += _solve(features, steps, names, factors, waits, cut_us) if names else []
     return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
 
@@ -304,9 +318,11 @@ def _solve(
     features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str], factors: Sequence[float],
     waits: dict[str, float], cut_us: float,
 ) -> list[OverheadRow]:  # fmt: skip
-    """Returns (technique, step, call, cut, event in us, share of waiting); call and cut are the same in all rows.
+    """Returns (technique, step, call, cut, event in microseconds, share of waiting) for each of `names`.
 
-    By least squares of relative errors. `cut_us`: of a call on cut tensors, where no step has such calls.
+    Call and cut are the same in all rows. Solved by least squares of relative errors.
+
+    waits   {technique: share of waiting}; `cut_us`: cut overhead if no step has ops on sharded tensors
     """
     places = len(names)
     waiting = [waits.get(name.removesuffix(DRAWS), 0.0) for name in names]
@@ -318,6 +334,7 @@ def _solve(
             row[2 + at], row[2 + places + at] = 1.0, own.event
             table.append(row / seconds)
             missing.append((seconds - own.bare(factors) - wait * own.works(factors)) / seconds)
+    # columns: call, cut, then each technique's step, then each technique's event; empty ones are left out
     matrix = np.array(table)
     live = np.asarray(matrix.any(axis=0))
     found = np.zeros(matrix.shape[1])
@@ -339,7 +356,7 @@ def _four(value: float) -> float:
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
-    """Returns the terms of a step's forecast (a call's, a step's, an event's), by changing one at a time."""
+    """Returns the `Features` of a reference task's step under a plan, by changing one overhead or factor at a time."""
     layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:
@@ -348,7 +365,7 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
         return traced.simulate(layout, samples).step_s
 
     bare = seconds()
-    unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
+    unit = 1e-5  # seconds; large against a kernel, so that overhead which overlaps with communication shows
     kinds = tuple((seconds(factors=((kind, 1 + SHIFT),)) - bare) / SHIFT for kind in KINDS)
     waiting = (seconds(Overhead(wait=SHIFT)) - bare) / SHIFT
 
@@ -369,17 +386,17 @@ def task_units(task: Task) -> int:
 
 
 def non_negative(features: np.ndarray, wanted: np.ndarray) -> Sequence[float]:
-    """Returns least-squares weights that are not negative: the best of all subsets of the few columns."""
+    """Returns the non-negative least-squares weights w of features @ w = wanted, by trying all subsets of columns."""
     columns = range(features.shape[1])
     best, least = np.zeros(features.shape[1]), float(np.square(wanted).sum())
     for size in range(1, features.shape[1] + 1):
         for chosen in combinations(columns, size):
             part = features[:, chosen]
             weights, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=None)
-            if rank < size or (weights < 0).any():  # columns that say the same; a cost below nothing
+            if rank < size or (weights < 0).any():  # dependent columns, or a negative cost
                 continue
             left = float(np.square(part @ weights - wanted).sum())
-            if left < least * (1 - 1e-9):  # fewer columns first: more must explain more than rounding does
+            if left < least * (1 - 1e-9):  # more columns must improve by more than rounding
                 best, least = np.zeros(features.shape[1]), left
                 best[list(chosen)] = weights
     return best.tolist()

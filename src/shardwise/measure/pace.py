@@ -1,11 +1,11 @@
-"""Correct times for the pace of the CPU while they were measured: a virtual one slows down and speeds up.
+"""Corrects measured times for the CPU's pace at that moment, since the speed of virtual cores changes.
 
-    pace      . work .  . work .  . work .          a fixed piece of work, a few times, every so often
-    steps      |---|----|---|-----|---|----|        of a run or of a reference module, on all ranks at once
-    figures    op op . op op . op op . op op        of a probe, each between two looks at the pace
+    pace      . work .  . work .  . work .          a fixed piece of work is timed, a few rounds, again and again
+    steps      |---|----|---|-----|---|----|        steps of a run or of a reference module, on all ranks at once
+    figures    op op . op op . op op . op op        figures of a probe, with the pace timed before and after each
 
-What was measured is divided by how long the fixed work took beside it, so a forecast and a run are compared at one
-pace, though one core may be two thirds faster than the other and than itself a second later.
+A measured time is divided by the time of the fixed work around it, so that a forecast and a run are compared at one
+pace, although one core may be two thirds faster than another, or than itself a second later.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import torch.distributed as dist
 
 from shardwise.device import pace_us
 
-BRIEF = 5  # rounds of the fixed work: a millisecond or two
-EVERY_S = 0.05  # between two looks while steps are taken
-MANY = 100  # looks, after which they are half as often, again and again: a long run is not held up
+BRIEF = 5  # rounds of the fixed work each time: a millisecond or two
+EVERY_S = 0.05  # seconds between two measurements of the pace during steps
+MANY = 100  # measurements after which they become half as frequent, so that a long run is not slowed down
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A deadline for a whole measurement, from when this is made; valid in other processes of the host too."""
+    """A deadline `seconds` after it is created; valid in other processes of the host too."""
 
     seconds: float
     began: float = field(default_factory=time.time)  # when it was made; seconds of the host's clock
 
     def left_s(self, device: torch.device | None = None) -> float:
-        """Returns the seconds that are left, below 0 once over, the mean over ranks, alike on all. Collective."""
+        """Returns the seconds that are left (negative when over), as the mean over ranks. Collective."""
         return over_ranks(self.began + self.seconds - time.time(), device)
 
     def part(self, share: float, device: torch.device | None = None) -> Budget:
-        """Returns a budget of a share of what is left, from now on. Collective."""
+        """Returns a budget that starts now and has a fraction `share` of the seconds left. Collective."""
         return Budget(share * max(0.0, self.left_s(device)))
 
 
 def within(
     budget: Budget, figures: Sequence[Callable[[float], Found]], least: int, device: torch.device | None = None
 ) -> list[Found]:
-    """Returns the results of `figures`, called in turn while there is time, the first `least` always. Collective.
+    """Calls `figures` in order until time is up, the first `least` in any case; returns their results. Collective.
 
-    Each is told how many seconds it may take: an equal share of those that are left.
+    Each is called with the seconds that it may take, an equal share of those left.
     """
     results: list[Found] = []
     for at, figure in enumerate(figures):
@@ -63,7 +63,7 @@ def within(
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:
-    """Returns sizes as a measurement takes them that may be cut short: the ends, then the middles of what is left."""
+    """Returns sizes in an order for measurements that may be cut short: both ends, then middles of the gaps."""
     last = len(sizes) - 1
     places, gaps = [0, *([last] if last else [])], [(0, last)]
     for low, high in gaps:
@@ -76,13 +76,13 @@ def ends_first(sizes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Pace:
-    """A rank's measure of its CPU's pace. `reference`: microseconds of the fixed work; None: no correction."""
+    """Corrects a rank's times to one pace; `reference`: microseconds of the fixed work at it, None: no correction."""
 
     device: torch.device
     reference: float | None
 
     def seconds(self, measure: Callable[[], float]) -> float:
-        """Returns the time that `measure()` returns, in its unit, corrected to the reference pace."""
+        """Calls `measure` and returns its time, in its unit, corrected to the reference pace."""
         if self.reference is None:
             return measure()
         before = pace_us(self.device, BRIEF)
@@ -96,18 +96,18 @@ class Pace:
 class Beat:
     """Measures the pace between the steps of a run; every rank has to measure before the same steps.
 
-    every   steps from one look to the next; twice as many after each `MANY` looks
+    every   steps from one measurement to the next, doubled after each `MANY` measurements
     """
 
     device: torch.device
     every: int = 1
     at: list[int] = field(default_factory=list)  # steps before which the pace was measured
-    us: list[float] = field(default_factory=list)  # what was measured there, microseconds
+    us: list[float] = field(default_factory=list)  # microseconds of the fixed work at each of these
 
     def before(self, step: int) -> None:
-        """Measures the pace before a step, where it is time to: into `at` the step, into `us` microseconds.
+        """Measures the pace before a step if one is due, and appends to `at` and `us`.
 
-        Nothing on a device with a constant pace.
+        Does nothing on a device with a constant pace.
         """
         if step % self.every == 0:
             self._look(step)
@@ -117,7 +117,7 @@ class Beat:
         self._look(steps)
 
     def _look(self, step: int) -> None:
-        """Measure the pace once, and look less often after many times."""
+        """Measures the pace once, and doubles `every` after each `MANY` measurements."""
         us = pace_us(self.device, BRIEF)
         if us is not None:
             self.at.append(step)
@@ -126,30 +126,31 @@ class Beat:
                 self.every *= 2
 
     def spread(self, step_s: float) -> None:
-        """Measures every `EVERY_S` seconds from now on, where a step takes `step_s`, the same number on all ranks."""
+        """Sets `every` to about `EVERY_S` seconds; `step_s`: seconds of a step, the same number on all ranks."""
         self.every = max(1, math.ceil(EVERY_S / step_s))
 
 
 def pace_beside(
     steps: Sequence[tuple[int, float]], at: Sequence[int], ranks: Sequence[Sequence[float]], in_turn: bool
 ) -> float:
-    """Returns microseconds of the fixed work beside the median step.
+    """Returns the microseconds of the fixed work by which to divide the median step.
 
-    steps     (index, seconds)
-    at        the steps before which it was looked, the last one after all
-    ranks     what each rank saw then
-    in_turn   ranks work one after another, so that their mean counts; else the slowest is waited for
+    steps     (index, seconds) of each step
+    at        steps before which the pace was measured; the last is the number of steps
+    ranks     for each rank, the microseconds measured at these steps
+    in_turn   whether ranks work one after another, so that their mean counts; if not, the slowest rank counts
 
-    Each step is divided by the pace at its own time: the median of what is left is a step at one pace.
+    Each step is divided by the pace at its own time, and the median of these quotients is a step at one pace.
     """
     seen = np.mean(ranks, axis=0) if in_turn else np.max(ranks, axis=0)
+    # the pace in the middle of each step, between two measurements
     beside = np.interp([index + 0.5 for index, _ in steps], at, seen)
     times = [seconds for _, seconds in steps]
     return median(times) / median(np.divide(times, beside).tolist())
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """Returns the mean of `value` over ranks, by tensors on `device` (None: the CPU), alike on all. Collective."""
+    """Returns the mean of `value` over ranks, reduced on `device` (None: the CPU). Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)
@@ -158,10 +159,12 @@ def over_ranks(value: float, device: torch.device | None = None) -> float:
 
 
 def slower(ranks: Sequence[Sequence[tuple]]) -> tuple[tuple, ...]:
-    """Returns all ranks' rows, alike but for the time at their end, as one list, with times of the slowest rank.
+    """Merges the rows of all ranks, which differ only in their last cell (a time), into one list; () if empty.
 
-    Times are the ranks' mean, scaled by how much longer the slowest takes on the whole. The largest time of each row
-    would be of a rank that was late just then, and their sum too slow.
+    ranks  the rows of each rank, in the same order
+
+    A time is the ranks' mean, scaled by the ratio of the slowest rank over all rows. The maximum of each row would take
+    a rank that was late at that moment, so their sum would be too slow.
     """
     times = np.array([[row[-1] for row in rows] for rows in ranks])
     if not times.size:

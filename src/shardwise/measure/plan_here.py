@@ -1,4 +1,4 @@
-"""Run a plan some steps on this machine's ranks, for `compare`: step time, bytes, loss."""
+"""`measure_here`: runs a plan for a few steps on this machine, for `compare`: step time, bytes, loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from shardwise.task import Task
 if TYPE_CHECKING:
     from shardwise.random import Randomness
 
-STEPS = 8  # timed; two more before them, of which the second is watched for its bytes
+STEPS = 8  # timed steps; two more run before them, of which the second is observed for its bytes
 
 
 def ranks_at_hand() -> int:
-    """Returns how many ranks this machine can run: one per accelerator, else one per CPU core, at least two."""
+    """Returns the number of ranks this machine can run: one per accelerator, else one per CPU core, at least two."""
     from shardwise.device import device_count
 
     return device_count() or max(2, os.cpu_count() or 1)
 
 
 def batches_of(task: Task, samples: int) -> Callable[[int], Any]:
-    """Returns step -> global batch: the task's own, or so many samples of its source, in order, round and round."""
+    """Returns a function step -> global batch: the task's own, or `samples` samples of its source in order.
+
+    After the last sample the source begins again.
+    """
     if task.batch is not None:
         return task.batch
     from shardwise.random.reading_seeds import drawing
@@ -38,6 +41,7 @@ def batches_of(task: Task, samples: int) -> Callable[[int], Any]:
 
     def read(step: int) -> Any:
         first, count = step * samples, min(samples, length)
+        # random operations of a source are seeded as in training
         with drawing(0, first // length, first):
             return source.read([(first + place) % length for place in range(count)])
 
@@ -47,7 +51,10 @@ def batches_of(task: Task, samples: int) -> Callable[[int], Any]:
 def steps_of_a_rank(
     make: Callable[[], Task], plan_text: str, steps: int, randomness: Randomness, samples: int
 ) -> dict[str, Any]:
-    """Run steps on one rank of the plan; returns {"step_s", "peak_live", "received_bytes", "loss"}."""
+    """Runs `steps` timed steps on one rank; returns {"step_s", "peak_live", "received_bytes", "loss"}.
+
+    make     builds the task; `samples`: of a step, if the task reads a source
+    """
     from shardwise.device import synchronize
     from shardwise.engine.engine import parallelize
     from shardwise.memory.live import LiveBytes
@@ -62,7 +69,7 @@ def steps_of_a_rank(
             result = engine.step(batch_of(1))
         peak = live.peak
     times: list[float] = []
-    for step in range(2, 2 + steps):  # without the modes, which slow every op
+    for step in range(2, 2 + steps):  # without modes, which slow every op
         batch = batch_of(step)
         began = time.perf_counter()
         result = engine.step(batch)
@@ -74,12 +81,15 @@ def steps_of_a_rank(
 def measure_here(
     make: Callable[[], Task], plan: Plan, samples: int, steps: int = STEPS, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Run a plan for a few steps here; returns {"step_s", "peak_live", "received_bytes", "loss", "steps", "load"}.
+    """Runs a plan for `steps` steps on this machine and returns what was measured.
 
-    Seconds of the slowest rank, bytes of the fullest; "steps" counts two before them that are not timed.
+    make     builds the task, and can be pickled
+    samples  samples of a step, if the task reads a source
 
-    `make` builds the task and can be pickled; `samples` are those of a step, of a task that reads a source. Raises
-    `RefusedPlan` for a plan that cannot run or needs more ranks than are at hand.
+    Keys: step_s (seconds of the slowest rank), peak_live and received_bytes (bytes of the rank with most), loss, steps
+    (with two that are not timed), load (the machine's load average).
+
+    Raises `RefusedPlan` for a plan that cannot run or needs more ranks than this machine has.
     """
     check(plan)
     if plan.world_size > ranks_at_hand():

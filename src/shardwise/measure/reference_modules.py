@@ -1,6 +1,6 @@
-"""Small modules whose steps `measure/overheads` times: tiny ones for the host's share, larger ones for the ops'.
+"""Modules whose steps `measure/overheads` times: tiny ones for the host's overhead, larger ones for times of ops.
 
-None of them is a model that anyone trains: forecasts of those are not fitted to themselves.
+None of them is a model that anyone trains, so that forecasts of real models are not fitted to themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ CHANNELS, SIDE = (8, 32, 64), 32
 
 
 class Reference(nn.Module):
-    """Blocks with a model's usual ops, so small that the time to start an op dominates."""
+    """Transformer-like blocks so small that the time to start an op dominates; input and output (B, S, width).
+
+    blocks, deep, width  number of blocks, feed-forward parts of each block, width of the stream
+    """
 
     def __init__(self, blocks: int = 4, deep: int = 1, width: int = WIDTH) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ def _batch(step: int, samples: int, positions: int, width: int) -> torch.Tensor:
 def reference_task(
     blocks: int = 4, deep: int = 1, samples: int = 2, width: int = WIDTH, positions: int = POSITIONS
 ) -> Task:
-    """Returns the task of a reference module with its batch."""
+    """Returns the task of a `Reference` on batches of ones (samples, positions, width)."""
     return Task(
         model=partial(Reference, blocks, deep, width), loss=_loss, name="reference",
         batch=partial(_batch, samples=samples, positions=positions, width=width),
@@ -71,7 +74,7 @@ def reference_task(
 
 
 class Convolved(nn.Module):
-    """Convolutions over square fields, with a norm, at two resolutions."""
+    """Convolutions and a norm at two resolutions, on fields (B, CHANNELS[0], SIDE, SIDE)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Convolved(nn.Module):
 
 
 class Streamed(nn.Module):
-    """Ops that move bytes: norms, activations, softmax, sums; no product at all."""
+    """Ops that are bound by bytes (norms, activations, softmax, sums), without matrix products."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,7 +113,10 @@ def _fields(step: int, samples: int) -> torch.Tensor:
 
 
 def large_tasks(ranks: int) -> dict[str, Task]:
-    """Returns, by kind of op, a task whose step is mostly of that kind, with ops whose time dominates their launch."""
+    """Returns {kind of op: task whose step is mostly of that kind}, with ops so large that their launch hardly counts.
+
+    ranks  number of ranks, for each of which a batch has 4 samples
+    """
     wide, positions, samples = 192, 64, 4 * ranks
     stream = partial(_batch, samples=samples, positions=4 * positions, width=wide)
     return {

@@ -1,1 +1,1 @@
-"""Memory: recompute in backward, wide tensors in chunks of positions, and counting the bytes that are live."""
+"""Memory: recompute in backward, wide tensors computed in chunks of positions, and a count of live bytes."""

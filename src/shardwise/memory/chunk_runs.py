@@ -1,11 +1,11 @@
-"""Run a recorded program of operations for one chunk of positions after the other, and again in backward.
+"""Run a recorded program of operations for one chunk of positions after another, and again in backward.
 
-    chunk i of the inputs     a part over an axis of turns: Part[cp] of Part[chunks], or Part[chunks]
-    its results               shares, put side by side; or summands, added up
-    backward                  the chunk again, with gradients: of the positions' inputs shares, of others (weights,
-                              tables) summands, added up in float32 at least
+    chunk i of the inputs     a `Part` over an axis of turns: Part[cp] of Part[chunks], or Part[chunks]
+    its results               chunks, which are concatenated, or summands, which are added up
+    backward                  recomputes the chunk with gradients. Gradients of chunked inputs are concatenated; those
+                              of others (weights, tables) are added up in float32 at least
 
-See `memory/chunks.py`. Everything is exact by the rules of `part/`; what a rule would have to send raises `Uncut`.
+See `memory/chunks.py`. The rules of `part/` make results exact; a rule that would have to communicate raises `Uncut`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NO_SECOND = "the gradient of what is computed in chunks is differentiated again:
 
 
 class InputAt(NamedTuple):
-    """An argument that is the program's input at this place."""
+    """An argument that is the program's input with the index `place`."""
 
     place: int
 
 
 class ResultOf(NamedTuple):
-    """An argument that is the result of step `step`, or element `place` of that result."""
+    """An argument that is the result of the step with index `step`, or element `place` of it unless that is None."""
 
     step: int
     place: int | None
@@ -48,11 +48,11 @@ class Step(NamedTuple):
     func: Callable[..., Any]
     args: tuple
     kwargs: dict
-    grad: bool  # recorded where gradients were wanted
+    grad: bool  # whether gradients were enabled when it was recorded
 
 
 class _NothingLeaves(Ledger):
-    """A ledger that raises `Uncut` for every message: the axis over turns cannot send."""
+    """A ledger that raises `Uncut` for every collective or message, since turns of one rank cannot communicate."""
 
     def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
         """Raises `Uncut`: a chunk cannot send a collective."""
@@ -73,7 +73,7 @@ def turn(count: int, index: int) -> Axis:
 
 
 def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """Returns one turn's chunk of this rank's elements of a tensor, along `dim`, as a `Part` over `axis`."""
+    """Returns one turn's chunk of this rank's elements of a tensor, along `dim`, as a `Part` over `axis` (`turn`)."""
 
     def chunk(local: torch.Tensor) -> torch.Tensor:
         owners = Owners.blocks(local.shape[dim], axis.size)
@@ -83,8 +83,9 @@ def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor with `change` applied to its innermost local tensor, this rank's plain memory."""
-    if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and tensor.waits:  # taken once for all chunks
+    """Returns the tensor with `change` applied to its local tensor inside all axes of ranks."""
+    # a sum over ranks that is not reduced yet stays so, to be reduced once for all chunks
+    if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and tensor.waits:
         return Sum(_within(tensor.local, change), tensor.axis, tensor.origin, tensor.added, tensor.spread)
     if isinstance(tensor, Distributed) and tensor.axis.name != CHUNKS:
         return tensor.like(_within(tensor.settled_local(), change))
@@ -95,17 +96,18 @@ def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 class Program:
     """The recorded calls in order, and which of their results are outputs.
 
-    sources  the dim along which inputs are cut into chunks, by their place
-    count    chunks
+    steps    recorded calls;  wanted  results that are outputs
+    sources  index of an input -> dim along which it is chunked; other inputs are the same in each turn
+    count    number of chunks
     """
 
     steps: tuple[Step, ...]
-    wanted: tuple[ResultOf, ...]  # results that are handed out
+    wanted: tuple[ResultOf, ...]
     sources: dict[int, int]
     count: int
 
     def chunk(self, inputs: Sequence[torch.Tensor], index: int, wants: Sequence[bool] | None = None) -> list:
-        """Returns the inputs as turn `index` has them, those in `wants` as leaves that require gradients."""
+        """Returns the inputs of turn `index`, detached; those with a true entry in `wants` require gradients."""
         axis, tensors = turn(self.count, index), []
         for place, tensor in enumerate(inputs):
             here = tensor.detach()
@@ -114,9 +116,9 @@ class Program:
         return tensors
 
     def gathered(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the inputs; those that are cut into chunks are gathered over axes that keep shares of them (`sp`).
+        """Returns the inputs, chunked ones gathered over tp if sequence parallelism shards them. Collective.
 
-        Once for all chunks. Collective.
+        Called once for all chunks, which could not communicate.
         """
         tensors = list(inputs)
         for place in self.sources:
@@ -125,14 +127,14 @@ class Program:
         return tensors
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the program's outputs for these inputs; other results are freed after their last reader."""
+        """Returns the program's outputs for these inputs; other results are freed after their last use."""
         results: dict[int, Any] = {}
         for number, step in enumerate(self.steps):
             args, kwargs = (_filled(tree, inputs, results) for tree in (step.args, step.kwargs))
-            # a call that was made under no_grad stays so in backward's second run
+            # a call made under no_grad runs so in backward's recomputation too
             with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                 results[number] = step.func(*args, **kwargs)
-            # else they would keep a wide result until the next step has run
+            # these references would keep a wide result until the next step has run
             del args, kwargs
             for other in self._last_read[number]:
                 results.pop(other, None)
@@ -140,12 +142,12 @@ class Program:
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """Returns, for each step, the numbers of the steps whose results no later step reads, to be freed after it."""
-        # a result that nobody reads is freed at once
+        """Returns for each step the indices of the steps whose results no later step reads, to be freed after it."""
+        # a result that no step reads is freed at once
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
-        # the program's own results stay until its end
+        # outputs stay until the end
         last |= {which.step: len(self.steps) for which in self.wanted}
         freed_after: list[list[int]] = [[] for _ in range(len(self.steps) + 1)]
         for number, place in last.items():
@@ -154,7 +156,7 @@ class Program:
 
 
 def _between_products(tensor: torch.Tensor) -> list[Axis]:
-    """Returns the axes of weights (tp) that also cut a tensor's positions, as `sp` does."""
+    """Returns the axes that shard a tensor's positions but belong to weights: tp under sequence parallelism (`sp`)."""
     axes = []
     while isinstance(tensor, Part):
         axes += [tensor.axis] if not tensor.axis.positions else []
@@ -163,27 +165,27 @@ def _between_products(tensor: torch.Tensor) -> list[Axis]:
 
 
 def _results_in(tree: Any) -> list[ResultOf]:
-    """Returns the `ResultOf`s in arguments, in nested containers too."""
+    """Returns all `ResultOf`s in nested arguments."""
     if isinstance(tree, ResultOf):
         return [tree]
-    # both are named tuples: a walk into them would look at their numbers
+    # `InputAt` is a tuple too, whose elements are no arguments
     if isinstance(tree, InputAt) or not isinstance(tree, dict | tuple | list):
         return []
     return [read for leaf in (tree.values() if isinstance(tree, dict) else tree) for read in _results_in(leaf)]
 
 
 def _taken(which: ResultOf, results: dict[int, Any]) -> Any:
+    """Returns the result that `which` means. `results`: index of a step -> its result."""
     result = results[which.step]
     return result if which.place is None else result[which.place]
 
 
 def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) -> Any:
-    """Returns arguments with inputs and earlier results in the place of `InputAt` and `ResultOf`."""
+    """Returns nested arguments with each `InputAt` and `ResultOf` replaced by its value."""
     if isinstance(tree, InputAt):
         return inputs[tree.place]
     if isinstance(tree, ResultOf):
         return _taken(tree, results)
-    # the program's arguments are nested as the calls had them: the same kinds come back
     if isinstance(tree, dict):
         return {key: _filled(leaf, inputs, results) for key, leaf in tree.items()}
     if isinstance(tree, tuple | list):
@@ -193,30 +195,30 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """Joins one output over all turns: chunks are put side by side, summands added up."""
+    """One output over all turns: chunks are concatenated, summands added up."""
 
     def __init__(self) -> None:
-        self.total: torch.Tensor | None = None  # of what this rank holds
-        self._last: torch.Tensor | None = None  # a turn's value, which tells how the total lies over ranks
+        self.total: torch.Tensor | None = None  # this rank's elements
+        self._last: torch.Tensor | None = None  # the last turn's value, for how the output is sharded over ranks
 
     def add(self, value: torch.Tensor, index: int) -> None:
-        """Add a turn's value to the result; over ranks' axes it is distributed as the others are."""
+        """Adds the value of turn `index`."""
         self._last = _within(value, lambda here: self._take(here, index))
 
     def _take(self, here: torch.Tensor, index: int) -> torch.Tensor:
-        """Add one turn's gradient, a chunk at its place or a summand; returns it as it came."""
+        """Adds one turn's local value, a chunk or a summand, to `total`; returns it unchanged."""
         if isinstance(here, Part):
             self._put(here.local, here.dim_cut, here.owners, index)
         elif isinstance(here, Sum):
-            # what belongs to the sum once (a bias) is added by the first turn
+            # a term that belongs to the sum once (a bias) is added in the first turn
             mine = here.local if here.added is None or index else here.local + here.added
             self.total = mine.clone() if self.total is None else self.total.add_(mine)
-        elif self.total is None:  # the same in every turn
+        elif self.total is None:  # it does not depend on positions, so it is the same in every turn
             self.total = here
         return here
 
     def _put(self, share: torch.Tensor, dim: int, owners: Owners, index: int) -> None:
-        """Copy a turn's chunk into its positions along `dim` of the result."""
+        """Copies a turn's chunk into its positions along `dim` of `total`."""
         if self.total is None:
             shape = list(share.shape)
             shape[dim] = owners.size
@@ -228,14 +230,14 @@ class _Joined:
             self.total.index_copy_(dim, to_device(owners.indices(index), share.device), share)
 
     def value(self) -> torch.Tensor:
-        """Returns the result over all turns."""
+        """Returns the output over all turns, sharded over ranks as the turns' values are."""
         total, last = self.total, self._last
         assert total is not None and last is not None
         return _within(last, lambda _: total)
 
 
 class _Gradient:
-    """The gradient of one input over all turns: shares side by side along `dim`, or, without it, a sum."""
+    """The gradient of one input over all turns: concatenated along `dim`, or a sum if `dim` is None."""
 
     def __init__(self, dtype: torch.dtype, dim: int | None):
         self.dtype, self.dim = dtype, dim
@@ -243,30 +245,30 @@ class _Gradient:
         self._last: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor | None, axis: Axis) -> None:
-        """Add a turn's gradient; None where there is none."""
+        """Adds the gradient of one turn, if there is one. `axis`: the turn's."""
         if gradient is not None:
             self._last = _within(gradient, lambda here: self._take(here, axis))
 
     def _take(self, here: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Put one turn's gradient into its place along `dim`, or add it to the sum in float32; returns it as it is."""
+        """Writes one turn's local gradient to its place along `dim`, or adds it to the sum; returns it unchanged."""
         if self.dim is not None:
             owners = Owners.blocks(here.shape[self.dim], axis.size)
             if self.total is None:
                 self.total = (here.local if isinstance(here, Distributed) else here).new_zeros(tuple(here.shape))
-            # a rule may have given the whole, or a summand of it, where a chunk was cut
+            # a rule may have returned the gradient of all positions, or a summand of it
             share = share_of(here, self.dim, owners, axis)
             span = owners.span(axis.index)
             assert span is not None
             self.total.narrow(self.dim, *span).copy_(share)
             return here
         mine = summand(here, (axis,))
-        # many small summands in bfloat16 would be lost (test_gradients_of_narrow_weights_are_added_up_wide)
+        # sums in bfloat16 would lose small summands (test_gradients_of_narrow_weights_are_added_up_wide)
         wide = torch.promote_types(mine.dtype, torch.float32) if mine.is_floating_point() else mine.dtype
         self.total = mine.to(wide, copy=True) if self.total is None else self.total.add_(mine)
         return here
 
     def value(self) -> torch.Tensor | None:
-        """Returns the gradient over all turns, in the input's dtype; None where no turn gave one."""
+        """Returns the gradient over all turns, in the input's dtype; None if no turn gave one."""
         total, last = self.total, self._last
         if total is None or last is None:
             return None
@@ -274,27 +276,29 @@ class _Gradient:
 
 
 def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a whole gradient that belongs to a turn's output, distributed as the output is."""
+    """Returns the part of a gradient, of the output over all turns, that belongs to one turn's `output`."""
     if not isinstance(output, Distributed):
         return gradient
     if isinstance(output, Part):
         share = share_of(gradient, output.dim_cut, output.owners, output.axis)
         return output.with_local(_beside(share, output.local))
     assert isinstance(output, Sum)
-    if output.axis.name == CHUNKS:  # a sum over turns: each summand has the gradient of the sum
+    if output.axis.name == CHUNKS:  # each summand over turns has the gradient of the sum
         return gradient
     if output.waits:
-        # the output has not been summed over ranks yet: each rank's summand has the gradient of the sum
+        # the output is not reduced over ranks yet, and each rank's summand has the gradient of the sum
         return _beside(whole_over_axis(gradient, output.axis), output.local)
     return _beside(gradient, output.settled())
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype may have a gradient: real numbers and complex ones."""
+    """Whether tensors of this dtype may have a gradient (floating-point and complex ones)."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 class _Chunked(torch.autograd.Function):
+    """Function of a program's inputs that computes its outputs chunk by chunk, and so its gradients."""
+
     @staticmethod
     def forward(ctx: Any, program: Program, *inputs: torch.Tensor):
         joined, here = [_Joined() for _ in program.wanted], program.gathered(inputs)
@@ -302,7 +306,7 @@ class _Chunked(torch.autograd.Function):
             outputs = program.run(program.chunk(here, index))
             for result, output in zip(joined, outputs, strict=True):
                 result.add(output, index)
-            # before the next chunk's are made, so that the wide tensors of one chunk are there at a time
+            # freed before the next chunk is computed
             del outputs
         ctx.program = program
         ctx.save_for_backward(*inputs)
@@ -313,7 +317,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @differentiable_once(NO_SECOND)
     def backward(ctx: Any, *gradients: torch.Tensor):
-        """Returns the gradients of the program's inputs: chunk by chunk, each run again and added up."""
+        """Returns the gradients of the program's inputs; recomputes each chunk."""
         program = ctx.program
         inputs = program.gathered(ctx.saved_tensors)
         wants = ctx.needs_input_grad[1:]
@@ -322,7 +326,7 @@ class _Chunked(torch.autograd.Function):
         for index in range(program.count):
             for place, gradient in zip(totals, _of_turn(program, inputs, wants, gradients, index), strict=True):
                 totals[place].add(gradient, turn(program.count, index))
-                # added up already: the next turn need not stand beside it
+                # freed before the next turn
                 del gradient
         return None, *(totals[place].value() if place in totals else None for place in range(len(inputs)))
 
@@ -331,7 +335,10 @@ def _of_turn(
     program: Program, inputs: Sequence[torch.Tensor], wants: Sequence[bool], gradients: Sequence[torch.Tensor],
     index: int,
 ) -> Sequence[torch.Tensor | None]:  # fmt: skip
-    """Returns the gradient of each wanted input (None without one) from one turn, whose chunk is computed again."""
+    """Recomputes the chunk of turn `index`; returns its gradient, or None, for each input with a true `wants`.
+
+    gradients  of the outputs over all turns
+    """
     with torch.enable_grad():
         here = program.chunk(inputs, index, wants)
         outputs = program.run(here)
@@ -344,5 +351,5 @@ def _of_turn(
 
 
 def chunked(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the program's outputs, computed chunk by chunk and recomputed so in backward. Differentiable."""
+    """Returns the program's outputs, computed chunk by chunk. Differentiable; backward recomputes each chunk."""
     return list(_Chunked.apply(program, *inputs))

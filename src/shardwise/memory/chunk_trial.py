@@ -1,12 +1,12 @@
-"""Find what an operation does with positions, by running it on tensors without values, cut as chunks are.
+"""Decide whether an operation is deferred, by running it on meta tensors that are chunked by positions.
 
-    "waits"    results in which positions are apart
-    "ends"     results that are no larger than the rows that came in, or a sum over positions
-    "tells"    no tensor, but something about one
-    "whole"    it needs the tensor whole
+    "waits"    defer it: it treats positions by themselves, and its results are wide
+    "ends"     run all deferred calls now: its results are no larger than the input rows, or a sum over positions
+    "tells"    it returns metadata of a tensor (a shape, a dtype)
+    "whole"    it needs its arguments computed whole
     "writes"   it writes into a tensor
 
-What was found is remembered by what the arguments look like: shapes, strides, dtypes, and which operations led to them.
+Verdicts are cached by the arguments' shapes, strides and dtypes, and by the calls that deferred arguments come from.
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ from shardwise.part import Owners, Part, Sum
 from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
-_MOST_TRIED = 1 << 14
+_MOST_TRIED = 1 << 14  # verdicts in the cache
 
 
 class Unmade(torch.Tensor):
-    """A tensor that is not computed yet; `place`: among the results of its call, None for the only one."""
+    """A tensor that is not computed yet; `place`: its index among its call's results, None if it is the only one."""
 
     place: int | None
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns the tensor without values, as a part over turns."""
+        """Returns the tensor without values, as a `Part` over turns."""
         raise NotImplementedError
 
     @property
     def number(self) -> int:
-        """Returns the number of the call that makes it (`Tried.number`): it is the same for equal calls."""
+        """Returns the id of the call that makes it (`Tried.number`), which is the same for equal calls."""
         raise NotImplementedError
 
 
 class Tried(NamedTuple):
-    """Outcome of a call on tensors without values: a verdict, its results, and a number, the same for equal calls."""
+    """Outcome of a trial.
 
-    what: str  # "waits", "ends", "tells"; "whole" or "writes": it is not chunked
-    like: Any = None  # results without values, as the call gives them
+    what    the verdict: "waits", "ends", "tells", "whole" or "writes" (see the module's docstring)
+    like    for "waits" and "ends", the results without values, nested as the call gives them
+    number  id of the outcome, equal for equal calls
+    """
+
+    what: str
+    like: Any = None
     number: int = 0
 
 
@@ -56,7 +61,7 @@ _TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that notes whether anything but views was computed, and whether anything was drawn."""
+    """Mode that notes whether an op other than a view ran (`computes`), and whether a random one did (`draws`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +75,9 @@ class _Watch(TorchDispatchMode):
 
 
 def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns the `Tried` of a call, from tensors without values; cached by its arguments' shapes and cuts.
+    """Returns the cached outcome of a trial of `func(*args, **kwargs)`.
 
-    least  elements, beyond which a result waits
+    least  elements of the input rows; a result with more is wide
     """
     key = (func, _key_of(args), _key_of(kwargs), least)
     try:
@@ -87,7 +92,7 @@ def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
-    """Returns the outcome "waits" whose result describes rows like `like`, cut into `count` chunks along `dim`."""
+    """Returns the outcome "waits" for input rows like `like`, a meta tensor, in `count` chunks along `dim`."""
     key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
     if key not in _tried:
         owners = Owners.blocks(like.shape[dim], count)
@@ -97,11 +102,10 @@ def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
 
 
 def _key_of(tree: Any) -> Any:
-    """Returns what of a call's arguments decides the outcome of a trial, hashable: shapes, strides, dtypes, values."""
+    """Returns a hashable key of nested arguments: shape, stride, dtype of tensors, type and value of other leaves."""
     if isinstance(tree, Unmade):
-        # not by shape alone: two of one shape may be cut in other ways
+        # not by shape, since tensors of one shape may be chunked along different dims
         return "waits", tree.number, tree.place
-    # values of a tensor given whole do not matter: a trial runs on shapes
     if isinstance(tree, torch.Tensor):
         return "given", tuple(tree.shape), tree.stride(), tree.dtype
     if isinstance(tree, dict):
@@ -114,26 +118,27 @@ def _key_of(tree: Any) -> Any:
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a meta tensor with the shape, strides and dtype of `tensor`."""
     with _disable_current_modes():
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns the `Tried` of a call, run once on chunks without values."""
+    """Returns the outcome of a call, run once on meta tensors, of which deferred ones are the first turn's chunks."""
 
     def like(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)
 
     trial_args = replaced(torch.Tensor, like, (args, kwargs))
     tensors = tensors_in(trial_args)
-    # functions of torch, as Python calls them, have no schema that says what they write; versions tell
+    # Python functions of torch have no schema that says what they write, so versions are compared
     versions = [tensor._version for tensor in tensors]
     watch, meta = _Watch(), torch.device("meta")
     args, kwargs = (_elsewhere(tree, meta) for tree in trial_args)
     with _disable_current_modes(), torch.no_grad(), watch:
         try:
             output = func(*args, **kwargs)
-        except Exception:  # whatever it says of cut tensors, or of such without values; the whole one is given next
+        except Exception:  # it cannot run on chunks, or on meta tensors
             return Tried("whole")
     if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
         return Tried("writes")
@@ -142,24 +147,24 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     if not several or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return Tried("tells" if _only_tells(func, output) else "whole")
     kinds = {type(leaf) for leaf in leaves if isinstance(leaf, Part | Sum)}
-    # what is drawn by chunk is not what is drawn at once
+    # random numbers drawn chunk by chunk would differ from those drawn at once
     if watch.draws or not all(isinstance(leaf, Part | Sum) for leaf in leaves):
         return Tried("whole")
-    # a sum over turns is complete after the last one alone, so nothing may wait for it
+    # a sum over turns is complete only after the last one, so operations on it cannot be deferred
     if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
         return Tried("waits", output, next(_numbers))
-    # views alone leave as much as came in: what waits is made whole for them
+    # a view alone does not narrow, so its argument is computed whole
     return Tried("ends", output, next(_numbers)) if watch.computes else Tried("whole")
 
 
 def _elsewhere(tree: Any, device: torch.device) -> Any:
-    """Returns the arguments with `device` in the place of every device, a keyword `device=` of any type included."""
+    """Returns nested arguments with every device, and every value of a key "device", replaced by `device`."""
     if isinstance(tree, torch.device):
         return device
-    # device="cuda" is a keyword of text in some operations, and an object in others
+    # `device=` may be a str
     if isinstance(tree, dict):
         return {key: device if key == "device" else _elsewhere(leaf, device) for key, leaf in tree.items()}
-    # torch.Size is a tuple, but its elements are numbers
+    # torch.Size is a tuple that must stay one
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         leaves = [_elsewhere(leaf, device) for leaf in tree]
         return leaves if isinstance(tree, list) else tuple(leaves)
@@ -167,10 +172,10 @@ def _elsewhere(tree: Any, device: torch.device) -> Any:
 
 
 def _only_tells(func: Callable, output: Any) -> bool:
-    """Whether a call only read metadata, which a tensor without values has too: its shape, dtype, device."""
-    # an attribute that is no tensor (x.shape, x.is_cuda): torch passes its getter as the function
+    """Whether a call only read metadata (shape, dtype, device), which a meta tensor has too. `output`: no tensor."""
+    # for an attribute (x.shape, x.is_cuda) torch passes its getter as the function
     if getattr(func, "__name__", "") == "__get__":
         return True
     numbers = isinstance(output, tuple) and all(isinstance(number, int) for number in output)
-    # data_ptr() is a number too, but 0 of every tensor without values
+    # data_ptr() returns an int too, but 0 for every meta tensor
     return (isinstance(output, _TELLS) or numbers) and not getattr(func, "__name__", "").endswith("data_ptr")

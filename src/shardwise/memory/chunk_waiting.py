@@ -1,9 +1,10 @@
-"""`Waiting` tensors: calls are put off until one whose results are narrow, then run as one program, in chunks.
+"""`Waiting` tensors: calls are deferred until one whose results are narrow, then run as one program, in chunks.
 
-    x @ A -> act -> @ B        two calls wait, and the third runs all of them, chunk by chunk of positions
+    x @ A -> act -> @ B        two calls are deferred, and the third runs all of them, chunk by chunk of positions
 
-A `Waiting` tensor has a shape and no values. What is done to it waits, runs all before it in chunks, or has it made
-whole first (`memory/chunk_trial.py` says which); `memory/chunks.py` says which products begin it.
+A `Waiting` tensor has a shape and no values. An operation on it is deferred too, or runs all deferred calls that it
+needs in chunks, or has the tensor computed whole first (`memory/chunk_trial.py` decides). `memory/chunks.py` says which
+products are deferred first.
 """
 
 from __future__ import annotations
@@ -30,27 +31,30 @@ _calls = itertools.count(1)
 
 
 class ChunkCounts:
-    """The number of chunks, and counts of wide tensors that were computed in chunks and of those that were not.
+    """The number of chunks (`count`), and counts of wide tensors that were, or were not, computed in chunks.
 
-    computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
-    whole     by name of the operation before which a wide tensor was made whole, how often
-    written   of operations that wrote into one: path of the module that did it first, "" where none was running
-    left_whole  whether the module, or a block, returned one, which was made whole while its weights were there
+    computed    "rows -> widest -> result", shapes without dim 0, of a program run in chunks -> how often
+    whole       name of an operation before which a wide tensor was computed whole -> how often
+    written     name of an operation that wrote into one -> path of the module that did it first, "" if unknown
+    left_whole  whether the module, or a block, returned one that had to be computed whole
+    paths       id of a module -> its path
     """
 
     def __init__(self, count: int):
         self.count = count
         self.left_whole = False
         self.written: dict[str, str] = {}
-        self.paths: dict[int, str] = {}  # by id of a module
+        self.paths: dict[int, str] = {}
         self.computed: Counter[str] = Counter()
         self.whole: Counter[str] = Counter()
 
 
 class _Here(threading.local):
-    """This thread's `Chunks` and waiting calls; backward, which may run a block again, has threads of its own.
+    """State of a thread; backward, which may recompute a block, has threads of its own.
 
-    pending  calls whose results wait
+    chunks   the active `Chunks`, None if nothing is deferred
+    making   whether deferred calls are being computed, so that nothing new is deferred
+    pending  deferred calls
     """
 
     def __init__(self) -> None:
@@ -64,7 +68,7 @@ HERE = _Here()
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Context: products that widen are computed at once, not put off."""
+    """Context: products that widen their rows are computed at once, not deferred."""
     before, HERE.making = HERE.making, True
     try:
         yield
@@ -73,14 +77,15 @@ def nothing_waits() -> Iterator[None]:
 
 
 class WaitingCall:
-    """A call that has not run yet, with its arguments.
+    """A deferred call with its arguments.
 
-    args, kwargs  as given, tensors that wait as themselves
-    like          its results on tensors without values, as parts over turns
-    least         elements of the rows that came in, of the fewest
-    number        the same for all calls whose results look alike
-    dim           along which chunks of the rows are cut, of a call that gives the program's input (`rows_of`)
-    values        the results, once they were made whole
+    args, kwargs  as given, perhaps with `Waiting` tensors
+    like          its results without values, as `Part`s or `Sum`s over turns
+    least         elements of the smallest input of rows that it depends on; a larger result is deferred
+    number        id that is equal for calls whose results look alike (`Tried.number`)
+    grad          whether gradients were enabled
+    dim           only for the input rows (`rows_of`): dim along which they are chunked
+    values        (result,) once it was computed whole; else None
     """
 
     def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: Tried, least: int, chunks: ChunkCounts):
@@ -88,7 +93,7 @@ class WaitingCall:
         self.like, self.least, self.number = tried.like, least, tried.number
         self.grad = torch.is_grad_enabled()
         self.plain_inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
-        # the call runs later: what is written into meanwhile would not be what it was given (`check`)
+        # the call runs later, so inputs must not be written into meanwhile (`check`)
         self.versions = [t._version for t in self.plain_inputs]
         self.order = next(_calls)
         self.values: tuple[Any] | None = None
@@ -96,7 +101,7 @@ class WaitingCall:
         HERE.pending.add(self)
 
     def check(self) -> None:
-        """Raises `RefusedPlan` where an input was written into since the call."""
+        """Raises `RefusedPlan` if an input was written into since the call."""
         for tensor, version in zip(self.plain_inputs, self.versions, strict=True):
             if tensor._version != version:
                 raise RefusedPlan(
@@ -106,7 +111,7 @@ class WaitingCall:
                 )
 
     def made(self) -> Any:
-        """Returns the call's results, computed whole and once; raises as `check` where they were not yet."""
+        """Returns the call's results, computed whole, not in chunks; only the first time, when it raises as `check`."""
         if self.values is None:
             self.check()
             args, kwargs = replaced(Waiting, Waiting.made, (self.args, self.kwargs))
@@ -118,11 +123,11 @@ class WaitingCall:
 
 
 class Waiting(Unmade):
-    """A tensor whose call has not run yet: result `place` of it, or the only one."""
+    """A result of a deferred call; `place`: its index among the call's results, None if it is the only one."""
 
     call: WaitingCall
 
-    answers_first = True  # beside other tensors with rules of their own
+    answers_first = True  # its rules come before those of other tensor subclasses in an operation
 
     @staticmethod
     def __new__(
@@ -132,7 +137,7 @@ class Waiting(Unmade):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=wants
         )
         made.call, made.place = call, place
-        if wants:  # where a function of autograd's own was given it
+        if wants:  # the hook fires only if a `torch.autograd.Function` was given this tensor
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_refuse_gradient)
         return made
@@ -146,7 +151,7 @@ class Waiting(Unmade):
         return self.call.number
 
     def made(self) -> torch.Tensor:
-        """Returns this tensor computed, whole (not chunk by chunk)."""
+        """Returns this tensor computed whole, not in chunks."""
         results = self.call.made()
         return results if self.place is None else results[self.place]
 
@@ -167,64 +172,63 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Returns a tensor, list or tree of tensors with every `Waiting` tensor in it computed whole."""
-    if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
+    """Returns a pytree with every `Waiting` tensor in it computed whole."""
+    if type(tree) is torch.Tensor:  # the most frequent case, in which walking a tree would be slow
         return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the input tensor of rows, unchanged."""
+    """Returns its argument; the function of the call that stands for a program's input rows."""
     return tensor
 
 
 def waits(call: WaitingCall) -> Any:
-    """Returns `Waiting` placeholders for a call's results, computed when they are needed."""
+    """Returns `Waiting` tensors for a call's results, nested as the call gives them."""
     tensors = tensors_in((call.args, call.kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        # gradients follow from how the call was recorded, and not from the mode that asks now
+        # by the grad mode at the time of the call
         wants = call.grad and any(tensor.requires_grad for tensor in tensors)
         device = tensors[0].device
 
     def wrapped(like: torch.Tensor, place: int | None) -> Waiting:
         return Waiting(like, device, wants and has_gradient(like.dtype), call, place)
 
-    # one result has no place among several
     if isinstance(call.like, torch.Tensor):
         return wrapped(call.like, None)
     return _as(call.like, [wrapped(like, place) for place, like in enumerate(call.like)])
 
 
 def _as(like: Any, leaves: list) -> Any:
-    """Returns the leaves in a container of `like`'s type: tuple, list or one of torch's named tuples."""
+    """Returns `leaves` in a container of `like`'s type: a tuple, a list or one of torch's named tuples."""
     return leaves if isinstance(like, list) else type(like)(leaves)
 
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
-    # those that were computed meanwhile wait no more
+    """Returns the results of a call on `Waiting` tensors: `Waiting` again, or computed."""
+    # tensors whose call was computed meanwhile
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
-    if not waiting:  # all of them were computed whole before
+    if not waiting:
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if any(tensor.grad_fn is not None for tensor in waiting):  # what a function of autograd's own returned
+        if any(tensor.grad_fn is not None for tensor in waiting):  # made by a `torch.autograd.Function`
             _refuse_gradient()
     least, chunks = min(tensor.call.least for tensor in waiting), waiting[0].call.chunks
     tried = look(func, args, kwargs, least)
-    # past this class, which would answer the same call again
+    # without this class's own rule, which would be called again
     if tried.what == "tells":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if tried.what == "waits":  # each position by itself, and wide still
+    if tried.what == "waits":  # treats each position by itself, and its result is wide
         return waits(WaitingCall(func, args, kwargs, tried, least, chunks))
-    if tried.what == "ends":  # as narrow as what came in, or a sum over positions: now all that waits runs
+    if tried.what == "ends":  # its result is narrow, or a sum over positions, so the program runs in chunks now
         try:
             return _computed(WaitingCall(func, args, kwargs, tried, least, chunks))
-        except Uncut:  # what a rule does with tensors that are cut over ranks as well
+        except Uncut:  # on tensors that ranks shard too, a rule may need to communicate
             pass
-    if tried.what == "writes":  # what waits may read what is written into
-        # in the order of the calls: a later one may read an earlier one's result
+    if tried.what == "writes":  # deferred calls may read what is written into
+        # in the order of the calls, since a later one may read an earlier one's result
         for call in sorted(HERE.pending, key=lambda call: call.order):
             call.made()
     chunks.whole[_name(func)] += 1
@@ -236,7 +240,7 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _running(paths: dict[int, str]) -> str:
-    """Returns the path of the innermost module whose code is running."""
+    """Returns the path of the innermost running module; "" if none of `paths` (id of a module -> path) runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = paths.get(id(frame.f_locals.get("self")), "")
@@ -247,18 +251,22 @@ def _running(paths: dict[int, str]) -> str:
 
 
 class _Written:
-    """Builds the program of a call and of the calls that it needs. No cycles, which would keep its inputs alive."""
+    """Builds the program of a call and the deferred calls that it needs.
+
+    steps    the recorded calls in order;  inputs  tensors of the program
+    sources  index of an input -> dim along which it is chunked;  widest  shape of the largest result
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.inputs: list[torch.Tensor] = []
         self.sources: dict[int, int] = {}
         self.widest = torch.Size()
-        self._places: dict[tuple[int, bool], int] = {}  # of inputs, by object and whether they are cut into chunks
-        self._numbers: dict[int, int] = {}  # of steps, by call
+        self._places: dict[tuple[int, bool], int] = {}  # (id of a tensor, whether it is chunked) -> index of the input
+        self._numbers: dict[int, int] = {}  # id of a call -> index of its step
 
     def add(self, call: WaitingCall) -> int:
-        """Append this call to the program; returns its step's number."""
+        """Appends a call, after those that it needs, to the program; returns the index of its step."""
         if id(call) not in self._numbers:
             call.check()
             args, kwargs = replaced(torch.Tensor, self._argument, (call.args, call.kwargs))
@@ -269,20 +277,20 @@ class _Written:
         return self._numbers[id(call)]
 
     def _argument(self, tensor: torch.Tensor) -> Any:
-        """Returns what stands for a tensor in the program: an input, or the result of a call that waits."""
+        """Returns what stands for a tensor argument in the program: `InputAt`, or `ResultOf` a deferred call."""
         if not isinstance(tensor, Waiting):
             return self._input(tensor)
         call = tensor.call
         if call.values is not None:  # computed whole meanwhile
             return self._input(tensor.made())
-        if call.dim is not None:  # the rows that came in: what is cut into chunks
+        if call.dim is not None:  # the input rows, which are chunked
             call.check()
             return self._input(call.args[0], call.dim)
         return ResultOf(self.add(call), tensor.place)
 
     def _input(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
-        """Returns the `InputAt` of a tensor, which becomes an input of the program; `dim`: along which it is cut."""
-        # one tensor may be an input twice, once in chunks and once whole
+        """Makes a tensor an input of the program; returns its `InputAt`. `dim`: along which it is chunked, or None."""
+        # a tensor may be an input twice, once chunked and once whole
         key = id(tensor), dim is not None
         if key not in self._places:
             self._places[key] = len(self.inputs)
@@ -294,15 +302,15 @@ class _Written:
 
 
 def _computed(last: WaitingCall) -> Any:
-    """Returns the results of a call, computed chunk by chunk with all waiting calls that it needs."""
+    """Returns the results of a call, computed chunk by chunk with all deferred calls that it needs."""
     written, like = _Written(), last.like
     number = written.add(last)
-    if not written.sources:  # all that it reads was made whole since
+    if not written.sources:  # all its inputs were computed whole meanwhile
         return last.made()
     alone = isinstance(like, torch.Tensor)
     wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
     program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
-    # gradients as they were where the call was written, not where its result is asked for
+    # the grad mode of the call
     with torch.set_grad_enabled(last.grad), nothing_waits():
         results = chunked(program, written.inputs)
     HERE.pending.discard(last)

@@ -1,23 +1,24 @@
-"""`position_chunks=N`: which wide products are computed in chunks of positions, and again in backward.
+"""`position_chunks=N`: compute wide products in chunks of positions, and again in backward.
 
     y = act(x @ A) @ B           (B, S, H) -> (B, S, 4H) -> (B, S, H)      a feed-forward network
     l = cross_entropy(x @ W)     (B, S, H) -> (B, S, V)  -> ()             a head and its loss
 
-A product with a matrix that widens its rows is not computed at once: it gives a `Waiting` tensor, which has a shape and
-no values. What is done to it waits too, as long as each position stays by itself. An operation that leaves no more
-elements than came in (the product that narrows again, the loss) computes all of them, for one chunk of positions after
-the other; backward does so again, so that of the wide tensors one chunk is there at a time.
+A matrix product whose result is wider than its input is deferred. It returns a `Waiting` tensor, which has a shape but
+no values, and operations on that are deferred too, as long as they treat each position by itself. An operation whose
+result has no more elements than the first product's input (the product that narrows again, the loss) runs all deferred
+ones, for one chunk of positions after another. Backward recomputes chunk by chunk, so that only one chunk of the wide
+tensors is in memory at a time.
 
-Which operations keep positions apart is not listed here. A chunk is a part of a tensor over an axis whose ranks are
-turns of one rank, which can send nothing (`memory/chunk_runs.py`): an operation whose rule of `part/` has to send is
-not done in chunks. Each is tried on tensors without values before it is waited for. Sums over positions are sums over
-turns, and what a rule knows of the whole (the number that a mean is over) it still knows.
+Which operations treat positions by themselves is not listed here. A chunk is a `Part` of a tensor over an axis whose
+"ranks" are turns of one rank, which cannot communicate (`memory/chunk_runs.py`), so an operation whose rule in `part/`
+has to communicate is not chunked. Each is tried on tensors without values before it is deferred. Sums over positions
+become sums over turns, and a rule still knows the whole size (of which a mean is taken).
 
-Live bytes: those of the wide tensors divided by N. FLOPs: one forward more of what is chunked. On the wire: nothing of
-its own; sums over `tp` inside a chunk are taken in N pieces.
+Live bytes: those of the wide tensors divided by N. FLOPs: one more forward of what is chunked. On the wire: nothing
+more, but sums over `tp` inside a chunk are done in N pieces.
 
-*What this does not do*: operations that draw (dropout between the two products), that write in place, or that mix
-positions; autocast; second derivatives. Before them the wide tensor is made whole, as ever.
+*What this does not do*: chunk operations that use random numbers (dropout between the two products), write in place, or
+mix positions; autocast; second derivatives. Before these the wide tensor is computed whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardwise.memory.chunk_waiting import HERE, ChunkCounts, Waiting, WaitingCa
 from shardwise.part import Part
 from shardwise.part.levels import Distributed
 
-# functions that multiply rows by a matrix, and which argument has the rows; the matrix is the one behind it
+# function that multiplies rows by a matrix -> index of the argument with the rows; the matrix is the next one
 _ROWS: dict[Callable, int] = {
     F.linear: 0, torch.matmul: 0, torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.mm: 0, torch.Tensor.mm: 0,
     torch.addmm: 1, torch.Tensor.addmm: 1,
@@ -44,11 +45,13 @@ _ROWS: dict[Callable, int] = {
 
 
 class Chunks(ChunkCounts):
-    """Makes forwards compute wide tensors in chunks, and counts them."""
+    """Makes forwards compute wide tensors in `count` chunks, and keeps the counts of `ChunkCounts`."""
 
     def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
-        """Returns `forward` with wide tensors put off inside (`Waiting`); its outputs may be put off too, unless
-        `leaves_whole`."""
+        """Returns `forward` in which wide products are deferred.
+
+        leaves_whole  whether to compute deferred outputs before it returns; else its outputs may be `Waiting`
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.entered():
@@ -61,7 +64,7 @@ class Chunks(ChunkCounts):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context: wide tensors are put off (`Waiting`). Inside another such context nothing changes."""
+        """Context: wide products on this thread are deferred. Does nothing inside another such context."""
         if HERE.chunks is not None:
             yield
             return
@@ -73,7 +76,7 @@ class Chunks(ChunkCounts):
             HERE.chunks = None
 
     def notices(self) -> list[str]:
-        """Returns lines for the user: what was computed in chunks, and what stayed whole."""
+        """Returns lines for the user on what was computed in chunks, and what was not and why."""
         stays = [
             f"{repr(path) if path else 'code'} keeps a wide tensor whole: {name} writes into it"
             for name, path in self.written.items()
@@ -93,12 +96,14 @@ def chunked_forwards(
     module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool, sending: Iterable[str] = (), *,
     recomputed: bool = False,
 ) -> None:  # fmt: skip
-    """Make a module's forward, and each block's that recompute runs again, compute wide tensors in chunks.
+    """Wraps the forwards of a module and its blocks so that they compute wide tensors in chunks.
 
-    leaves_whole  what the module or a block returns: where its weights are there while it runs alone (zero=3)
-    sending       paths of modules of experts, which hand rows to other ranks
-    recomputed    whether blocks run again in backward: what waits beyond one would be computed outside of it in the
-                  forward and nowhere in the second run, which then keeps other tensors
+    blocks        paths of the blocks, which are wrapped too, since recompute calls them alone
+    leaves_whole  whether to compute what the module or a block returns before it does (zero=3, where weights are
+                  unsharded only while it runs)
+    sending       paths of modules of experts, which send tokens to other ranks and so need computed ones
+    recomputed    whether blocks run again in backward; their outputs are then computed inside, since a deferred output
+                  would be computed outside of the block in the first forward only
     """
     for child in map(module.get_submodule, sending):
         child.forward = _with_values(child.forward)
@@ -106,22 +111,19 @@ def chunked_forwards(
     for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
         forward = _with_values(block.forward) if recomputed else block.forward
         block.forward = chunks.inside(forward, leaves_whole=leaves_whole)
-    # a block is wrapped by itself as well, since recompute runs it without the module's forward around it
+    # unless the module is a block, which is wrapped already
     if module not in map(module.get_submodule, blocks):
         module.forward = chunks.inside(module.forward, leaves_whole=leaves_whole)
 
 
 def given_values(units: Iterable[nn.Module]) -> None:
-    """Compute waiting arguments of zero=3's units, before hooks that were registered earlier look at them."""
+    """Registers hooks that compute deferred arguments of FSDP2's units, before the units' earlier hooks run."""
     for unit in units:
         unit.register_forward_pre_hook(lambda m, *arguments: whole(arguments), prepend=True, with_kwargs=True)
 
 
 def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward whose waiting arguments and results are computed, as experts need that send their rows on.
-
-    Between the two tensors may wait.
-    """
+    """Returns a forward whose deferred arguments and results are computed; tensors inside may still be deferred."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = whole((args, kwargs))
@@ -131,7 +133,7 @@ def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Mode(TorchFunctionMode):
-    """Function mode in which products that widen their rows wait."""
+    """Function mode in which products that widen their rows are deferred."""
 
     def __init__(self, chunks: Chunks):
         super().__init__()
@@ -139,25 +141,25 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # what waits answers for itself: another product joins its program
+        # an operation on deferred tensors
         if any(issubclass(kind, Waiting) for kind in types):
             return answered(func, args, kwargs)
-        # within a program that runs already (`making`) nothing waits again
+        # nothing is deferred while deferred calls are computed (`making`)
         if func in _ROWS and not HERE.making:
             begun = _begun(func, args, kwargs, self.chunks)
-            # None: this product does not widen its rows, or they are too few
+            # None: the product does not widen its rows, or cannot be deferred
             if begun is not None:
                 return begun
         return func(*args, **kwargs)
 
 
 def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting | None:
-    """Returns a `Waiting` result for a product that widens its rows; None where it is computed at once."""
+    """Returns the `Waiting` result of a product that widens its rows; None if it is not to be deferred."""
     place = _ROWS[func]
     rows, matrix = (args[place], args[place + 1]) if len(args) > place + 1 else (None, None)
     if not isinstance(rows, torch.Tensor) or not isinstance(matrix, torch.Tensor) or not _may_wait(rows, matrix):
         return None
-    # no wider than the rows: the result costs no more memory than what came in
+    # a result that is no wider than the rows needs no more memory than they do
     if matrix.shape[0 if func is F.linear else 1] <= rows.shape[-1]:
         return None
     first = _rows(rows, chunks)
@@ -169,10 +171,10 @@ def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting
 
 
 def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Whether a product of these may be put off: of float rows that no summand, transform or autocast touches."""
+    """Whether a product of these may be deferred: float rows, not a summand; no functorch transform or autocast."""
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
     settled = rows
-    # shares are cut into chunks below the ranks' axes; a summand has to be summed over them first
+    # a shard can be chunked; a summand must be summed over ranks first
     while isinstance(settled, Part):
         settled = settled.local
     return (
@@ -182,10 +184,13 @@ def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
-    """Returns rows as a `Waiting` tensor, cut along the longest dim, of (B * S, H) along B or S; None if that fails."""
+    """Returns rows as a `Waiting` tensor to be chunked along the longest dim but the last; None if it is too short.
+
+    Rows (B * S, H) that are a view of (B, S, H) are chunked along B or S.
+    """
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
-        base = rows  # no view of (batch, sequence, hidden): cut as it is
+        base = rows  # no view of (batch, sequence, hidden)
     dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
     # some chunks would be empty
     if base.shape[dim] < chunks.count:

@@ -1,6 +1,6 @@
-"""Count live bytes: storages that ops returned and that are not freed yet, each once, those on the host included.
+"""Count live bytes: storages of ops' results that are not freed yet, each once, on any device.
 
-What this does not do: see memory that kernels use inside themselves, or that an allocator keeps in reserve.
+What this does not do: count memory that kernels use internally, or that an allocator keeps in reserve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.device import on_host
 
-TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free what they hold within microseconds
+# how often, and for how many seconds, `settle` waits for other threads to free memory, which takes them microseconds
+TURNS, TURN_S = 4, 0.001
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -36,7 +37,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 @contextmanager
 def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
-    """Context: every storage that Python resizes is added to `to`, for `LiveBytes(resized=to)`."""
+    """Context: every storage that Python code resizes is appended to `to`, for `LiveBytes(resized=to)`."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         to.append(storage)
@@ -50,9 +51,9 @@ def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
 
 
 class _Launched(TorchDispatchMode):
-    """Mode around a collective's kernel: `kept` are the storages that the kernel made and holds until it is waited for.
+    """Mode around a collective's kernel; `kept` are storages that it allocated and holds until somebody waits for it.
 
-    The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
+    The backend's threads inherit the mode; what they allocate is freed when the collective is done, so not counted.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class _Launched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        # what the backend's threads make is gone when the collective is done
+        # not of the backend's threads, whose memory is freed when the collective is done
         if threading.get_ident() == self._thread:
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._made += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
@@ -70,33 +71,31 @@ class _Launched(TorchDispatchMode):
 
     @property
     def kept(self) -> list[torch.UntypedStorage]:
-        """Returns the storages that the kernel made and still holds, one perhaps more than once."""
+        """Returns the storages allocated here that still exist, perhaps some more than once."""
         return [storage for storage in (made() for made in self._made) if storage is not None]
 
 
 def _all_plain(values: Any) -> bool:
-    """Whether tensors among the values lie on the CPU and are of no class with rules of its own."""
+    """Whether all tensors in a pytree are on the CPU and of no subclass but `Parameter`."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return all(on_host(leaf.device) and type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in tensors)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`.
+    """Dispatch mode that counts live bytes: `now`, and `peak` since the start or the last `reset_peak`.
 
-    A storage that is resized without an op (FSDP2 gives gathered parameters their memory and takes it so) counts with
-    its present size: sizes are read again whenever `now` is asked for or a new peak would be noted, and those that
-    were once seen to change after every op.
+    settle   whether a peak counts only memory that is still held after a garbage collection and a short wait for other
+             threads. Without it the peak depends on when cycles are collected, and when a backend's thread frees a
+             collective's tensors. It is slow, so for tiny models only
+    resized  list to which storages that are resized without an op are appended (`resizes_told`); None: not known
 
-    `settle=True` notes a peak only of what is still held once garbage was collected and other threads have had their
-    turn: a cycle waits for Python to look, and a thread of the backend lets go of a collective's tensors a moment after
-    it is complete, so that without it the peak is that of one interleaving out of many. It is slow: for tiny models.
+    FSDP2 resizes the storages of gathered parameters without an op. With `resized` None, all sizes are read again for
+    `now` and before a new peak is noted, and sizes that changed once are read after each op; that takes time quadratic
+    in the length of a forward. With the list only its storages are read again.
 
-    To read the sizes of all again whenever a peak is noted takes time that grows with the square of a forward's length.
-    Where whoever resizes a storage without an op tells, by adding it to the list `resized`, no other is read again.
-
-    A collective on CPU tensors is looked into, where no other mode was entered before this one: gloo scatters sums of a
-    copy of what it is given, and keeps the copy until somebody waits. A gather makes its own in gloo's thread alone,
-    where torch before 2.13 calls no operation that has inherited a mode.
+    If no other mode was entered before, the kernels of collectives on CPU tensors are observed too, since gloo copies
+    the input of a reduce-scatter and keeps the copy until somebody waits. All-gathers are not, since gloo copies in a
+    thread of its own, in which torch before 2.13 calls no op under this mode.
     """
 
     def __init__(self, settle: bool = False, resized: list[torch.UntypedStorage] | None = None) -> None:
@@ -108,28 +107,28 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resizes = resized
-        self._unread: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # told of, and not yet seen to change
+        self._unread: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # from the list, size not read again yet
 
     @property
     def now(self) -> int:
-        """Returns live bytes at this moment."""
+        """Returns the live bytes at this moment."""
         self._read_again()
         return self._total
 
     def reset_peak(self) -> None:
-        """Set the peak to the bytes that are live now."""
+        """Sets the peak to the bytes that are live now."""
         self.peak = self.now
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before the mode was active."""
+        """Counts tensors that were made before the mode was entered."""
         for tensor in tensors:
             self._meet(getattr(tensor, "_local_tensor", tensor).untyped_storage())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
-            return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
+            return NotImplemented  # a sharded tensor, whose own rule runs next, on its local tensor
         kwargs = kwargs or {}
-        # inside these, gloo copies what it is given; a gather's copy is made in another thread, which no mode sees
+        # gloo copies inputs inside these; the copy of a gather is made in another thread, which no mode sees
         looked_into = func.namespace == "c10d" and "gather" not in str(func) and not _get_current_dispatch_mode_stack()
         if looked_into and _all_plain((args, kwargs)):
             with _Launched() as launched:  # around the kernel alone
@@ -143,28 +142,28 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def note(self, output: object) -> None:
-        """Count the storages of an op's results."""
+        """Counts the storages of an op's results."""
         for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's present bytes, and free them when it is gone; note a new peak."""
+        """Counts a storage with its present size until it is freed; updates the peak."""
         key = storage._cdata
         self._read_changed()
         if key not in self._sizes:
             self._sizes[key] = 0
             self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
         self._count(key, storage.nbytes())
-        # read sizes again before a new peak is noted: a gathered weight may have given its memory back
+        # read sizes again before a new peak is noted, since a gathered weight may have been freed
         if self._total > self.peak:
             self._read_again()
-            if self.settle and self._total > self.peak:  # a thread may be freeing memory: it is waited for
+            if self.settle and self._total > self.peak:
                 self._let_go()
             self.peak = max(self.peak, self._total)
 
     def _let_go(self) -> None:
-        """Collect garbage, and wait a little for memory that is being freed, where more than the peak is held."""
+        """Collects garbage, and waits a little for other threads while more than the peak is live."""
         gc.collect()
         for _ in range(TURNS):
             if self._total <= self.peak:
@@ -176,14 +175,14 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = size
 
     def _read_changed(self) -> None:
-        """Counts the present size of storages that have changed before."""
-        if self._resizes is None:  # nobody tells of them: all that ever changed are read
+        """Counts the present size of storages whose size has changed before."""
+        if self._resizes is None:  # resizes are not reported
             self._read(self._resized)
             return
         while self._resizes:
             storage = self._resizes.pop()
             key = storage._cdata
-            # one that has changed before counts at once; of others a size is read when a peak would be noted
+            # others are read when a new peak would be noted
             if key in self._resized:
                 self._count(key, storage.nbytes())
             elif key in self._sizes:
@@ -199,7 +198,7 @@ class LiveBytes(TorchDispatchMode):
         self._unread.clear()
 
     def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
-        """Count storages whose size has changed."""
+        """Counts those of `storages` whose size has changed with their present size."""
         for key, reference in list(storages.items()):
             storage = reference()
             if storage is not None and (size := storage.nbytes()) != self._sizes[key]:

@@ -1,21 +1,21 @@
-"""Recompute blocks (`remat`), by recipe, rank_module, step_trace. A new mode: layout/plan, costs/layout, memory, block.
+"""Activation checkpointing of blocks (`remat`). A new mode: layout/plan, costs/layout, costs/memory, costs/block too.
 
-    full        keep each block's inputs; its forward runs again in backward
-    selective   keep the results of matrix products, convolutions and attention too; recompute the rest
+    full        save each block's inputs; its forward runs again in backward
+    selective   save the results of matrix products, convolutions and attention too; recompute the rest
 
-Bytes kept for each block: full, its inputs; selective, inputs plus the products' outputs. FLOPs added: full, one
+Bytes saved for each block: full, its inputs; selective, inputs plus the products' outputs. FLOPs added: full, one
 forward; selective, that of norms, activations and elementwise ops.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); selective: Korthikanti et al. (2022),
 section 5. The mechanism is `torch.utils.checkpoint`, non-reentrant.
 
-A product that the block writes into afterwards (an activation in place) is kept as it was: a copy of it, made before
-it is written into. torch looks at versions of tensors alone, which a view by `_unsafe_view` (that of every `linear` of
-rows of positions) does not share, and would go on from the changed one.
+If a block writes into a saved product afterwards (an in-place activation), a copy from before the write is saved. torch
+would use the changed product, since it compares version counters, which a view by `_unsafe_view` (in each `linear` on
+(B, S, H)) does not share.
 
-Counters, running statistics and what lies in objects that a block is given (a cache of keys and values) advance once:
-the second forward meets them as the first did. So do weights and buffers into which the block writes, also where
-nothing notes it (`.data`), once a look has seen it (`note_written`); it then runs to its end, since what is written
-after its use is what one process's backward finds.
+Counters, running statistics and the contents of objects that a block is given (a key-value cache) advance once, since
+the second forward starts from their values before the first. The same holds for weights and buffers into which the
+block writes, also by `.data`, once a look has seen that (`note_written`). The second forward of such a block is not
+stopped early, since one process's backward finds what was written after the last use.
 
 What this does not do: recompute what lies outside the blocks.
 """
@@ -57,18 +57,19 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-# labels for profiles give nothing that is kept; a unit of zero=3 inside a block has others in its second forward
+# profiler labels need not be equal in both forwards; those of an FSDP2 unit inside a block are not
 SAC_IGNORED_OPS.update(
     (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
 )
 
 
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Returns whether selective recompute saves the result of `op`."""
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Keeping(_CachingTorchDispatchMode):
-    """Mode of the first forward: keeps the policy's results as they were before anything was written into them."""
+    """Mode of the first forward: saves the policy's results, and copies one before it is written into."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -77,48 +78,49 @@ class _Keeping(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _copy(self, written: torch.Tensor) -> None:
-        """Replace kept results in the memory of a tensor that is about to be written by copies."""
+        """Replaces saved results that share memory with `written`, which is about to be written into, by copies."""
         for kept in tree_leaves(self.storage):
-            value = getattr(kept, "val", None)  # of what is recomputed there is none
+            value = getattr(kept, "val", None)  # recomputed results have no value
             if isinstance(value, torch.Tensor) and same_memory(value, written):
                 kept.val = value.clone()
                 kept.version = kept.val._version
 
 
-# names by which torch's `checkpoint`, and what it calls, would take an argument for their own
+# names of parameters of torch's `checkpoint`, and of what it calls, which a block's keyword argument may have too
 _OF_CHECKPOINT = {"fn", "preserve_rng_state", *inspect.signature(checkpoint).parameters}
 
 
-# of each block that runs again, the weights and buffers into which it writes
+# recomputed block -> the weights and buffers into which its forward writes
 _WRITTEN: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn.Module] = ()) -> None:
-    """Note, for blocks that run again, into which of the module's parameters and buffers forwards write.
+    """Tells the recomputed blocks of `module` into which parameters and buffers forwards write.
 
-    norms   keep statistics, which are followed otherwise
+    names   of these parameters and buffers
+    norms   batch norms, whose running statistics are left out
     """
-    # running statistics of norms are kept right by the room that joins them over ranks
+    # running statistics are handled where they are combined over ranks (parallel/batchnorm)
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     named = (*module.named_parameters(), *module.named_buffers())
     written = {id(tensor) for name, tensor in named if name in names} - statistics
     for block, tensors in list(_WRITTEN.items()):
-        # blocks of another module stand in the same table
+        # the table has blocks of other modules too
         if any(block is child for child in module.modules()):
             tensors[:] = [tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) in written]
 
 
 class _Weights:
-    """Copies of parameters and buffers, for a second forward that writes into them as the first did."""
+    """Copies of parameters and buffers, from which a second forward starts that writes into them."""
 
     def __init__(self, params: list[torch.Tensor]):
         self._kept = [(param, param.detach().clone()) for param in params]
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Context: the parameters have these values inside, in memory of their own, and afterwards their own again."""
+        """Context: the tensors have the copied values inside, in other memory, and their own data again afterwards."""
         now = [(param, param.data) for param, _ in self._kept]
-        with _disable_current_modes():  # selective recompute counts ops, and this is none of the block's
+        with _disable_current_modes():  # selective recompute matches ops in order, and this clone is not the block's
             for param, value in self._kept:
                 param.data = value.clone()
         try:
@@ -129,21 +131,22 @@ class _Weights:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Returns (context of a block's first forward, context of the recomputing one), of selective recompute."""
+    """Returns (context of a block's first forward, context of the second), for selective recompute."""
     keeping, kept = create_selective_checkpoint_contexts(_policy)
     return _Keeping(_policy, keeping.storage), kept
 
 
 def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> None:
-    """Make the block's forward run again in backward instead of keeping its intermediate results.
+    """Replaces the block's forward by one that is run again in backward instead of saving intermediate results.
 
-    The block object and its names stay as they are. `policy` is "full" or "selective". `block.forward.inside(wrap)`
-    wraps what runs both times: a mode that is entered around this forward is not there in backward.
-    by_value  look for buffers that change by their values, once: of a plain module with torch's own batch norm
+    policy    "full" or "selective"
+    by_value  whether to find buffers that change by comparing values, once; for a module with torch's own batch norm
+    The block object and its names stay. `block.forward.inside(wrap)` wraps the inner forward, which runs both times; a
+    mode entered around the outer one is not active in backward.
     """
     options: dict[str, Any] = {} if policy == "full" else {"context_fn": _contexts}
     forward = block.forward
-    changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
+    changing: list[tuple[dict, str]] | None = None  # (table, key) of state that the forward changes; None: unknown yet
     written = _WRITTEN.setdefault(block, [])
 
     @torch.compiler.disable  # torch before 2.13 cannot follow it
@@ -156,17 +159,17 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
     def recomputed(*args, **kwargs):
         nonlocal changing
-        # no backward will come, so nothing has to be kept for it
+        # no backward will come
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before, passed, weights = looked_at(args, kwargs)
         args, kwargs, alike = _apart(args, kwargs)
-        # an argument of the block that is named like one of `checkpoint` (debug) would be taken by that
+        # `checkpoint` would take a keyword argument that is named like one of its own (debug)
         own = {name: kwargs.pop(name) for name in _OF_CHECKPOINT & kwargs.keys()}
         again = _again(partial(alike(forward), **own), before, passed, weights)
-        # to its end where it writes into weights: what is written after the last use is what one process finds
+        # no early stop if it writes into weights, since one process's backward finds what was written last
         output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
-        # the first forward has shown what it changes: later ones keep that alone
+        # later forwards snapshot only what the first one changed
         if changing is None:
             changing = changes(before)
         return output
@@ -180,15 +183,16 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
 
 def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable], Callable]]:
-    """Returns (args, kwargs, wrap): each argument once, and `wrap(forward)`, which takes them and repeats them.
+    """Returns (args, kwargs, wrap) without repeated arguments; `wrap(forward)` takes these and repeats them.
 
-    What hooks have kept of a tensor is another tensor each time, and a forward may ask whether its query is its key.
+    In the second forward each saved argument is a new tensor, so a forward that tests whether its query is its key
+    would otherwise behave differently.
     """
     once = list({id(value): value for value in args}.values())
     places = {id(value): place for place, value in enumerate(once)}
     positions = [places[id(value)] for value in args]
     named = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
-    if len(once) == len(args) and not named:  # most calls: nothing is given twice
+    if len(once) == len(args) and not named:  # no argument is repeated
         return args, kwargs, lambda forward: forward
 
     def alike(forward: Callable) -> Callable:
@@ -203,7 +207,10 @@ def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable],
 
 
 def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:
-    """Returns the forward; from its second call on the module is put back to the first call's state while it runs."""
+    """Returns a wrapper of `forward` that, from its second call on, runs with the state from before the first call.
+
+    before  snapshot of the module;  passed  of the arguments' contents;  weights  of parameters written into
+    """
     calls = 0
 
     def run(*args, **kwargs):

@@ -33,7 +33,7 @@ class DecoderConfig:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 512  # width of the feed-forward network
-    context: int = 256  # most positions
+    context: int = 256  # largest number of positions
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = False  # the head's matrix is the embedding's
@@ -65,7 +65,7 @@ class DecoderConfig:
 
 
 def turns(config: DecoderConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns (cosine, sine), each (S, D/2), of the positions' angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
+    """Returns (cosine, sine) of `length` positions' rotary angles, each (S, D/2) (Su et al. 2021, section 3.2.2)."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     places = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(places, config.rope_base**-powers)
@@ -73,7 +73,10 @@ def turns(config: DecoderConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x with each pair (x[i], x[i + D/2]) turned by its angle; computed in the wider dtype of x and cos."""
+    """Returns x (B, heads, S, D) with each pair (x[i], x[i + D/2]) rotated by its angle, in the dtype of x.
+
+    cos, sin   as `turns` returns them; the product is computed in the wider dtype of x and cos
+    """
     a, b = x.chunk(2, dim=-1)  # each (B, heads, S, D/2)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -134,7 +137,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # layers that are added to the residual start smaller by the root of their number
+                # projections into the residual stream start smaller by the square root of their number
                 residual = name.endswith(("attention.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * config.layers) if residual else 0.02)
 
@@ -157,9 +160,12 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Returns `tokens` (B, S) and `length` more, each from one full forward pass; temperature 0 takes the likeliest.
+    """Returns `tokens` (B, S) continued by `length` tokens, (B, S + length), each from one full forward pass.
 
-    Past the context, the model sees the last `context` tokens. Dropout is off meanwhile. `generator` None: torch's own.
+    temperature   divides the logits before sampling; 0 takes the most likely token
+    generator     for sampling; None: torch's default one
+
+    Beyond the context the model sees the last `context` tokens. The model is in eval mode meanwhile.
     """
     was_training = model.training
     model.eval()

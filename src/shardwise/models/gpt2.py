@@ -8,9 +8,9 @@
 Radford et al. 2019, section 2.3: pre-norm, and projections that write to the residual stream start smaller
 by sqrt(2 * layers), as each block writes twice. GELU (Hendrycks and Gimpel 2016, section 2) is the tanh form.
 
-The key third of the fused bias adds the same number to every score of a query, which softmax takes away
-again: its exact gradient is zero, and what is computed is rounding, which Adam magnifies. It is kept
-because GPT-2 has it.
+The key third of the fused bias adds the same number to every score of a query, which softmax cancels. So its
+exact gradient is zero, and the computed one is rounding error, which Adam magnifies. It is kept because GPT-2
+has it.
 
 It does not cache keys and values, pad, or load the published weights.
 """
@@ -33,7 +33,7 @@ class GPT2Config:
     hidden: int = 768
     layers: int = 12
     heads: int = 12
-    context: int = 1024  # most positions
+    context: int = 1024  # largest number of positions
     norm_eps: float = 1e-5
     dropout: float = 0.1
 
@@ -92,7 +92,7 @@ class GPT2(nn.Module):
         self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # layers that are added to the residual start smaller by the root of their number
+                # projections into the residual stream start smaller by the square root of their number
                 residual = name.endswith(("attention.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * config.layers) if residual else 0.02)
             elif name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""A multilayer perceptron, with two traps for whoever shards it: frozen and unused parameters.
+"""A multilayer perceptron, optionally with frozen and unused parameters, which are hard to shard correctly.
 
     x = gelu(linear(x))          `layers` times
     out = linear(x)
@@ -25,8 +25,8 @@ class MLPConfig:
     hidden: int = 32
     layers: int = 2
     outputs: int = 4
-    frozen: bool = False  # the first layer is not trained
-    unused: bool = False  # one layer is never called
+    frozen: bool = False  # whether the first layer is frozen
+    unused: bool = False  # whether there is a layer that is never called
 
     def __post_init__(self) -> None:
         if self.layers < 1:

@@ -11,8 +11,8 @@ Two ways to keep experts evenly used, both sums over samples, so that they are r
 balance  an auxiliary loss for each sequence, E/(k S) sum_e count_e * mean score_e (DeepSeek-V3, 2024, equations 17 to
          20; after Fedus et al., "Switch Transformers", 2021, equation 4, whose counts are those of a whole batch and
          therefore no sum over samples)
-bias     no loss: an expert that got more than its share is made less likely (Wang et al., "Auxiliary-loss-free load
-         balancing", 2024). The excess is given as the gradient of a row (1, E), summed over samples as any gradient
+bias     no loss; an expert that got more than its share is made less likely (Wang et al., "Auxiliary-loss-free load
+         balancing", 2024). The excess is the gradient of a bias row (1, E), summed over samples as any gradient
          is; `sign_descent` moves the row against its sign.
 
 Capacity (Lepikhin et al., "GShard", 2020, section 2.2, whose groups are sequences here): an expert takes at most
@@ -33,20 +33,20 @@ from torch import Tensor, nn
 
 from shardwise.models.decoder import Attention, DecoderConfig, turns
 
-EXCESS = 1e-3  # scale of the bias row's gradient, so that it hardly counts in the norm; its sign is what is used
+EXCESS = 1e-3  # scale of the bias row's gradient, which keeps its part of the norm small; only its sign is used
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Shape of a `MoEDecoder`. `decoder.intermediate` is the width of the shared expert, 0 for none."""
+    """Shape of a `MoEDecoder`. `decoder.intermediate` is the width of the shared expert; 0: there is none."""
 
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     experts: int = 8
-    top_k: int = 2  # experts of a token
-    width: int = 128
-    capacity: float | None = None  # rows of an expert, as a multiple of an equal share; None: no limit
+    top_k: int = 2  # experts of each token
+    width: int = 128  # of each expert's feed-forward network
+    capacity: float | None = None  # most tokens of an expert in a sequence, over an equal share; None: no limit
     balance: float = 0.01  # weight of the loss term that spreads tokens over experts
-    bias: bool = False  # scores have a bias that steers the choice alone
+    bias: bool = False  # whether scores have a bias that affects only which experts are chosen
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -56,7 +56,7 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """Routes tokens: x (B, S, H) -> experts (B, S, k), their weights (B, S, k), a loss term of each sample (B,)."""
+    """A router: x (B, S, H) -> indices of experts (B, S, k), their weights (B, S, k), loss term of each sample (B,)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Router(nn.Module):
         k, experts = self.config.top_k, self.config.experts
         logits = F.linear(x, self.weight)
         scores = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
-        # the bias steers which experts are chosen; their weights are the scores without it
+        # the bias affects which experts are chosen; their weights are the scores without it
         wanted = scores if self.bias is None else scores + self.bias
         index = wanted.detach().topk(k, dim=-1).indices  # (B, S, k)
         weight = scores.gather(-1, index)
@@ -78,8 +78,8 @@ class Router(nn.Module):
         term = self.config.balance * (count / even * scores.mean(1)).sum(-1)  # (B,)
         if self.bias is not None:
             excess = EXCESS * (self.bias * (count - even)).sum(-1)
-            term = term + excess - excess.detach()  # a gradient and no value
-        # rows beyond what an expert takes of a sequence count nothing, whichever samples are together
+            term = term + excess - excess.detach()  # adds a gradient but 0 to the value
+        # tokens beyond an expert's capacity get weight 0; counted within a sequence, so batches do not matter
         if self.config.capacity is not None:
             most = ceil(self.config.capacity * even)
             place = (chosen.cumsum(1) * chosen).sum(-1).view_as(index)  # from 1, within the sequence
@@ -88,7 +88,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts: x (T, H), experts (T, k) and weights (T, k) -> (T, H)."""
+    """Routed experts: x (T, H), indices of experts (T, k) and their weights (T, k) -> (T, H)."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         flat = index.flatten()
-        order = flat.argsort(stable=True)  # pairs of a token and an expert, by expert
+        order = flat.argsort(stable=True)  # (token, expert) pairs, sorted by expert
         token = order // index.shape[1]
         done = []
         counts = torch.bincount(flat, minlength=len(self.gate_up)).tolist()
@@ -109,7 +109,7 @@ class Experts(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """A block of a decoder: attention, then routed experts and a shared expert."""
+    """A block: attention, then routed experts and a shared expert; x (B, S, H) -> x and the router's loss term (B,)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Shared(nn.Module):
 
 
 class MoEDecoder(nn.Module):
-    """tokens (B, S) -> logits (B, S, V) and the routers' term of the loss for each sample (B,)."""
+    """A decoder with routed experts: tokens (B, S) -> logits (B, S, V), sum of the routers' loss terms (B,)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -174,15 +174,15 @@ class MoEDecoder(nn.Module):
 
 
 def sign_descent(groups: list[dict], rate: float) -> list[dict]:
-    """Returns groups for an AdamW, the routers' bias rows in a group of their own, which moves by `rate` a step.
+    """Returns param groups for AdamW in which the routers' bias rows have a group that moves by `rate` a step.
 
-    Adam without memory divides a gradient by its own size, which leaves the sign. The rows are known by their shape
-    (1, E).
+    With betas of 0 Adam divides a gradient by its own size, which leaves the sign. Bias rows are recognised by their
+    shape (1, E).
     """
     rows: list[Any] = []
     rest = []
     for group in groups:
-        # known by shape alone: whoever puts another (1, E) parameter into this model adds it to that group
+        # any other parameter of shape (1, E) would land in this group too
         rows += [param for param in group["params"] if param.dim() == 2 and param.shape[0] == 1]
         rest.append({**group, "params": [p for p in group["params"] if not (p.dim() == 2 and p.shape[0] == 1)]})
     own = {"name": "bias rows", "params": rows, "lr": rate, "betas": (0.0, 0.0), "eps": 1e-12, "weight_decay": 0.0}

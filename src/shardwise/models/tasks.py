@@ -1,8 +1,8 @@
-"""Tiny tasks for tests and first tries: each function takes nothing and returns a `Task`.
+"""Tiny tasks for tests and first tries; each task is a function without arguments that returns a `Task`.
 
-Data is synthetic and a function of the step alone, which seeds a generator. Sequences are arithmetic modulo
+Data is synthetic and depends on the step alone, which seeds an RNG. Sequences are arithmetic modulo
 the vocabulary, with some noise; images, fields and features are noise with targets from a fixed rule.
-Global batches are of 6 or 7 samples, so that most numbers of ranks do not divide them. A step takes
+Global batches have 6 or 7 samples, so that most numbers of ranks do not divide them. A step takes
 milliseconds, and everything in a task can be pickled.
 
 A falling loss here says that training works, not that a model is good: for that, use real data.
@@ -38,7 +38,7 @@ CLASSES = 5
 def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
     """Returns {"tokens", "labels"}, both (samples, length); labels are the tokens, some replaced by `IGNORED`.
 
-    How many are ignored is drawn sample by sample, so samples differ in weight.
+    The share of ignored labels is random for each sample, so samples differ in weight.
     """
     g = torch.Generator().manual_seed(step)
     start = torch.randint(VOCAB, (samples, 1), generator=g)
@@ -51,7 +51,7 @@ def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
 
 
 def image_batch(step: int, samples: int) -> dict[str, Tensor]:
-    """Returns {"images": (samples, 3, 8, 8), "labels": (samples,)}, drawn by the step."""
+    """Returns {"images": (samples, 3, 8, 8), "labels": (samples,)}, random with the step as seed."""
     g = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (samples,), generator=g)
     tint = labels.view(-1, 1, 1, 1) / CLASSES
@@ -59,14 +59,14 @@ def image_batch(step: int, samples: int) -> dict[str, Tensor]:
 
 
 def field_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Returns (two fields (samples, 2, 9, 7), target (samples, 1, 9, 7): their product smoothed)."""
+    """Returns (fields (samples, 2, 9, 7), target (samples, 1, 9, 7)); the target is the smoothed product of the two."""
     g = torch.Generator().manual_seed(step)
     fields = torch.randn(samples, 2, 9, 7, generator=g)
     return fields, F.avg_pool2d(fields.prod(1, keepdim=True), 3, stride=1, padding=1)
 
 
 def feature_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Returns (features (samples, 12), class (samples,)): the index of the largest of the first few features."""
+    """Returns (features (samples, 12), class (samples,)); the class is the index of the largest of the first five."""
     g = torch.Generator().manual_seed(step)
     features = torch.randn(samples, 12, generator=g)
     return features, features[:, :CLASSES].argmax(1)
@@ -96,12 +96,12 @@ def first_only(batch: tuple[Tensor, Tensor]) -> tuple[tuple, dict]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the logits of a model's output, which transformers wraps in an object."""
+    """Returns the logits of a model's output: a tensor, or an output object of transformers."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (cross entropy of each next token, summed; how many tokens counted)."""
+    """Returns (sum of the next tokens' cross entropies, number of labels that are not ignored)."""
     logits = logits_of(output)[:, :-1].flatten(0, 1)  # (B * (S - 1), V)
     targets = batch["labels"][:, 1:].flatten()  # (B * (S - 1),)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
@@ -109,23 +109,23 @@ def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def moe_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict]:
-    """Returns `next_token_loss` and {"balance": (routers' terms of the samples, summed; number of samples)}."""
+    """Returns (sum, weight) of `next_token_loss`, and {"balance": (sum of samples' routing terms, samples)}."""
     logits, terms = output
     return *next_token_loss(logits, batch), {"balance": (terms.sum(), len(terms))}
 
 
 def image_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Returns (cross entropy of each image, summed; number of images)."""
+    """Returns (sum of the images' cross entropies, number of images)."""
     return F.cross_entropy(logits_of(output), batch["labels"], reduction="sum"), len(batch["labels"])
 
 
 def feature_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Returns (cross entropy of each sample, summed; number of samples)."""
+    """Returns (sum of the samples' cross entropies, number of samples)."""
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def field_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Returns (squared error, summed; number of elements)."""
+    """Returns (sum of squared errors, number of elements)."""
     return (output - batch[1]).square().sum(), batch[1].numel()
 
 
@@ -137,7 +137,10 @@ def adamw(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
 
 
 def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
-    """Returns an AdamW with decay on matrices alone, and half the rate for norms and biases ("no_decay")."""
+    """Returns an AdamW with decay on matrices alone, and half the learning rate for the group "no_decay".
+
+    groups   named "decay" (matrices) and "no_decay" (norms, biases)
+    """
     rates = {"decay": {"weight_decay": 0.1}, "no_decay": {"lr": lr / 2}}
     return torch.optim.AdamW([{**group, **rates[group["name"]]} for group in groups], lr=lr)
 
@@ -277,7 +280,7 @@ def _hf_vit_model() -> nn.Module:
 
 
 def hf_llama() -> Task:
-    """Returns a task: `LlamaForCausalLM` of transformers, unchanged; all `hf_*` raise `InputError` without it."""
+    """Returns a task: `LlamaForCausalLM` of transformers, unchanged; `InputError` if transformers is not installed."""
     _transformers()
     return Task(
         model=_hf_llama_model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,
@@ -315,7 +318,7 @@ def _hf_experts(name: str, model: Any) -> Task:
 
 
 def hf_mixtral() -> Task:
-    """Returns a task: `MixtralForCausalLM` of transformers; experts in its plain implementation, which has float64."""
+    """Returns a task: `MixtralForCausalLM` of transformers, with eager experts, which also run in float64."""
     return _hf_experts("hf_mixtral", _hf_mixtral_model)
 
 

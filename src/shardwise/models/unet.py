@@ -9,7 +9,7 @@ Ronneberger et al. 2015, section 2, with three changes: a strided convolution in
 instead of cropping, and norms inside: group (Wu and He 2018, section 3) or batch (Ioffe and Szegedy 2015,
 section 3). Upsampling goes to the size of the skip, so that odd heights and widths are kept.
 
-A convolution that a norm follows has no bias, which a batch norm would only take away again.
+A convolution before a norm has no bias, since a batch norm would cancel it.
 
 It has no attention, no dropout, and no conditioning on a time or a class.
 """
@@ -43,7 +43,7 @@ class UNetConfig:
 
 
 def double_conv(config: UNetConfig, channels: int, out_channels: int) -> nn.Sequential:
-    """Returns a module of (3 by 3 convolution, norm, GELU) twice."""
+    """Returns a module of two times (3 by 3 convolution, norm, GELU), from `channels` to `out_channels`."""
 
     def norm() -> nn.Module:
         if config.norm == "batch":
@@ -61,7 +61,7 @@ def double_conv(config: UNetConfig, channels: int, out_channels: int) -> nn.Sequ
 
 
 class Down(nn.Module):
-    """Halve the height and width (rounding up), then two convolutions that double the channels."""
+    """A module that halves height and width (rounding up), then doubles the channels by two convolutions."""
 
     def __init__(self, config: UNetConfig, channels: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Grow to the size of the skip, join the two, then two convolutions."""
+    """A module that upsamples x to the size of the skip, concatenates the two, then applies two convolutions."""
 
     def __init__(self, config: UNetConfig, channels: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A vision transformer: an image cut into patches, a class token, and the logits of the image's class.
+"""A vision transformer: patches of an image and a class token in, logits of the image's class out.
 
     x = dropout([class; patches(image)] + positions)
-    x = x + dropout(attention(norm(x)))               one block, repeated: every token sees every other
+    x = x + dropout(attention(norm(x)))               one block, repeated; attention is not causal
     x = x + dropout(mlp(norm(x)))
     logits = head(norm(x)[class])
 
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 class ViTConfig:
     """Shape of a `ViT`; the defaults fit the 8 by 8 digits of scikit-learn."""
 
-    image: int = 8  # pixels along a side
-    patch: int = 2  # pixels along a side of one
+    image: int = 8  # pixels along a side of the image
+    patch: int = 2  # pixels along a side of a patch
     channels: int = 1
     classes: int = 10
     hidden: int = 64
@@ -86,7 +86,7 @@ class ViT(nn.Module):
         for name, parameter in self.named_parameters():
             # convolutions keep their own initialisation; norms, biases and tokens have one dim or none
             if parameter.dim() > 1 and not name.startswith("patches"):
-                # layers that are added to the residual start smaller by the root of their number
+                # projections into the residual stream start smaller by the square root of their number
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * config.layers) if residual else 0.02)
             elif name.endswith("bias"):

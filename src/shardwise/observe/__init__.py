@@ -1,4 +1,4 @@
-"""Watching a run: its folder, its metrics file, its display, and how much it computes."""
+"""Watches a run: its folder, its metrics file, its display, and how much it computes."""
 
 from shardwise.observe.flops import Flops, count_flops, peak_flops
 from shardwise.observe.folder import make_folder, write_inputs, write_json

@@ -1,10 +1,10 @@
-"""Tell the engine that runs this job how far the run is: a TrainJob's status, Ray Train's metrics.
+"""Sinks that tell the system which runs this job how far the run is: a TrainJob's status, Ray Train's metrics.
 
 TrainJob   its controller names a server, a certificate and a token in the environment; progress, time left and metrics
            are posted there at most every few seconds, by a thread of its own
 Ray        the worker that started this rank reads a line for each record from a pipe (`shardwise.ray`)
 
-Each is there where the engine's own variables are. What an engine does not take stops no run: it is said once.
+Each sink is used if its variables are set in the environment. A failed post stops no run and is reported once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from shardwise.observe.sinks import Sink
 
 TRAIN_JOB = tuple(f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 RAY_PIPE = "SHARDWISE_RAY_PIPE"  # number of the file that this rank's worker reads
-EVERY_S = 5.0  # between two posts, which the controller asks for
-ANSWER_S = 10.0
-RECENT = 20  # records that tell how long a step takes
+EVERY_S = 5.0  # seconds between two posts, as the controller asks
+ANSWER_S = 10.0  # seconds to wait for an answer
+RECENT = 20  # last records, whose times give the seconds of a step
 
 
 def engine_sinks(environ: Mapping[str, str], checkpoints: Path, steps: int) -> list[Sink]:
-    """Returns the sinks of this environment's engine, [] for none; `checkpoints`, `steps`: the run's folder, length."""
+    """Returns the sinks whose variables are set in `environ`, [] for none.
+
+    checkpoints  the folder of the run's checkpoints
+    steps        of the whole run
+    """
     sinks: list[Sink] = []
     if all(environ.get(name) for name in TRAIN_JOB):
         sinks.append(TrainJobStatus(*(environ[name] for name in TRAIN_JOB), steps=steps))
@@ -43,9 +47,10 @@ def engine_sinks(environ: Mapping[str, str], checkpoints: Path, steps: int) -> l
 
 
 class RayWorker:
-    """Sink that writes lines of JSON to the worker of this rank: where checkpoints lie, then each record."""
+    """Sink that writes lines of JSON to this rank's Ray worker: {"checkpoints": folder}, then each record."""
 
     def __init__(self, pipe: int, checkpoints: Path) -> None:
+        """`pipe` is the file descriptor that the worker reads."""
         self._file = os.fdopen(pipe, "w", encoding="utf-8")
         self._say({"checkpoints": str(checkpoints)})
 
@@ -53,6 +58,7 @@ class RayWorker:
         self._say({"step": step, **numbers})
 
     def _say(self, record: dict[str, Any]) -> None:
+        """Writes one line of JSON."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
@@ -64,6 +70,13 @@ class TrainJobStatus:
     """Sink that posts progress in percent, seconds left and the last metrics to a TrainJob's controller."""
 
     def __init__(self, url: str, certificate: str, token: str, *, steps: int, every_s: float = EVERY_S) -> None:
+        """Starts the thread that posts.
+
+        certificate  path of the server's CA certificate
+        token        path of a file with the bearer token
+        steps        of the whole run
+        every_s      least seconds between two posts
+        """
         self._url, self._certificate, self._token = url, certificate, token
         self._steps, self._every_s = steps, every_s
         self._times: list[tuple[int, float]] = []
@@ -83,18 +96,18 @@ class TrainJobStatus:
         self._thread.join(2 * ANSWER_S)
 
     def _post_news(self) -> None:
-        """Post what is new, at most once in `_every_s` seconds, until it is closed."""
+        """Posts new numbers, at most once in `_every_s` seconds, until it is closed; runs in the thread."""
         while not self._closed.is_set():
             self._news.wait()
             self._news.clear()
             if self._times:
                 self._post()
             self._closed.wait(self._every_s)
-        if self._news.is_set() and self._times:  # what came while the last wait was on
+        if self._news.is_set() and self._times:  # written during the last wait
             self._post()
 
     def status(self) -> dict[str, Any]:
-        """Returns the TrainJob's status as its controller takes it: percentage, metrics, time, and what remains."""
+        """Returns the body of a post: {"trainerStatus": percentage, metrics, time, and seconds left if known}."""
         done, at = self._times[-1]
         status: dict[str, Any] = {
             "progressPercentage": min(100, 100 * done // self._steps),
@@ -108,7 +121,7 @@ class TrainJobStatus:
         return {"trainerStatus": status}
 
     def _post(self) -> None:
-        """Send the status to the TrainJob's controller; a failure is told once, and the run goes on."""
+        """Posts the status to the TrainJob's controller; a failure is reported once on stderr, and the run goes on."""
         try:
             token = Path(self._token).read_text(encoding="utf-8").strip()  # it is renewed while the run goes on
             request = urllib.request.Request(

@@ -1,12 +1,12 @@
-"""FLOPs of a sample, by one of two conventions, and the peak rate of a device, for MFU.
+"""Counts the FLOPs of a sample, by one of two conventions, and knows the peak rates of devices, for MFU.
 
-Two conventions, and each number is shown with the one it follows:
+Each number is shown with the convention that it follows:
 
 language tasks  6 for each token and parameter (Kaplan et al. 2020, section 2.1): 2 forward, 4 backward. The
                 rows of embedding tables that are only looked up are not parameters here, and the products of
                 attention scores are not counted.
 all others      matrix products, convolutions and attention of one forward pass of one sample, times 3. Counted
-                by torch's `FlopCounterMode` on tensors without values, so nothing is computed or allocated.
+                by torch's `FlopCounterMode` on fake tensors, so nothing is computed or allocated.
 
 What is computed again under `remat`, and the stand-ins of ranks without a sample, are left out, as is usual
 for MFU (Chowdhery et al. 2022, appendix B).
@@ -48,14 +48,18 @@ PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one sample, forward and backward; None where they could not be counted."""
+    """FLOPs of one sample, forward and backward, None if they could not be counted; `convention` says which or why."""
 
     per_sample: float | None
     convention: str
 
 
 def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops:
-    """Returns the FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why not."""
+    """Returns the FLOPs of one sample; never raises, since a run needs no FLOPs.
+
+    sample             a batch of one sample
+    tokens_per_sample  of a language task; None for other tasks, whose operations are counted
+    """
     try:
         if tokens_per_sample is None:
             counter = FlopCounterMode(display=False)
@@ -72,7 +76,7 @@ def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops
 
 @contextmanager
 def _taken_apart() -> Iterator[None]:
-    """Context: torch's own transformer layers run by products, not by one operation that the counter does not know."""
+    """Context in which torch's transformer layers run as products, not as an operation unknown to the counter."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -82,19 +86,19 @@ def _taken_apart() -> Iterator[None]:
 
 
 class _AsOne:
-    """Stands for the counter's tracker of modules, which asserts on what a forward without gradients hands to them."""
+    """Replaces the counter's module tracker, which fails on a forward without gradients."""
 
     parents = frozenset({"Global"})
 
     def __enter__(self) -> None:
-        """Nothing is tracked."""
+        """Does nothing."""
 
     def __exit__(self, *error: object) -> None:
-        """Nothing was."""
+        """Does nothing."""
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Returns how many parameters take part in products: all but embedding tables that nothing else uses."""
+    """Returns how many parameters take part in products: all but those that only `nn.Embedding` modules hold."""
     users: dict[int, set[type]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -104,12 +108,12 @@ def _multiplied(model: nn.Module) -> int:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the dense peak FLOP/s of the device at this precision, or None where it is not known."""
+    """Returns the dense peak FLOP/s of the device at this precision; None if it is not in `PEAKS`."""
     name = device_name(device)
     if name is None:
         return None
     for part, half, tf32, single in PEAKS:
-        if part in name:  # the first: longer names stand before those that they contain
+        if part in name:  # the first match, as longer names stand before their prefixes
             compute = PRECISIONS[precision].compute
             if BYTES[compute] == 2:
                 return half * 1e12

@@ -1,16 +1,16 @@
-"""The run folder `runs/<timestamp>-<name>/`: what was asked for, what came of it, and with which versions.
+"""The run folder `runs/<timestamp>-<name>/`: the run's inputs, results and versions.
 
 config.toml        the effective configuration, each value with its source; `shardwise train` reads it again
 plan.toml          the plan, every field written out
 versions.json      python, torch, shardwise, platform, device
 metrics.jsonl      one line for each step and each evaluation
 model.safetensors  the weights at the end
-ema.safetensors    their moving average, where train.ema_decay is set
-best.safetensors   weights of the smallest held-out loss, where train.keep_best is set
+ema.safetensors    their moving average, if train.ema_decay is set
+best.safetensors   weights of the smallest held-out loss, if train.keep_best is set
 summary.json       the final table
 running.lock       the process that has the folder, while it runs (training/holding.py)
-journal.jsonl      one line for each attempt, where ranks were started here (training/restart.py)
-profile/           traces and a table, where train.profile_steps is set
+journal.jsonl      one line for each attempt, if ranks were started here (training/restart.py)
+profile/           traces and a table, if train.profile_steps is set
 ranks/             what the other ranks wrote
 
 One process makes it: the one that launches the ranks, or rank 0 under a launcher.
@@ -31,11 +31,11 @@ from shardwise.config import Effective, show
 from shardwise.errors import InputError
 from shardwise.observe.metrics import finite
 
-LEAST_BYTES = 2**16  # what a run writes beside its weights and metrics
+LEAST_BYTES = 2**16  # that a run writes beside its weights and metrics
 
 
 def make_folder(out: str | Path, name: str) -> Path:
-    """Returns a new folder below `out`, numbered if the second has one already; `InputError` where none can be made."""
+    """Returns a new run folder below `out`, numbered if that second has one already; `InputError` if none can be."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = Path(out) / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
@@ -57,7 +57,7 @@ def make_folder(out: str | Path, name: str) -> Path:
 
 
 def _try_writing(folder: Path) -> None:
-    """Raises `InputError` where a new folder takes no file: a run should not find out at its end."""
+    """Raises `InputError` if a new folder takes no file, which a run would otherwise find out at its end."""
     trial = folder / "config.toml"
     try:
         trial.write_bytes(bytes(LEAST_BYTES))
@@ -73,14 +73,14 @@ def _try_writing(folder: Path) -> None:
 
 
 def write_inputs(folder: Path, effective: Effective, device: str) -> None:
-    """Write the run's configuration, plan and versions as config.toml, plan.toml and versions.json."""
+    """Writes the run's configuration, plan and versions as config.toml, plan.toml and versions.json."""
     (folder / "config.toml").write_text(show(effective), encoding="utf-8")
     (folder / "plan.toml").write_text(effective.plan.to_toml(), encoding="utf-8")
     write_json(folder / "versions.json", versions(device))
 
 
 def versions(device: str) -> dict[str, str]:
-    """Returns {"python", "torch", "shardwise", "platform", "device", ...: version or name} of a run."""
+    """Returns the versions of python, torch and shardwise, the platform and the device of a run, by these names."""
     import torch
 
     return {
@@ -93,5 +93,5 @@ def versions(device: str) -> dict[str, str]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write the value as indented JSON; numbers that are not finite become null."""
+    """Writes `value` as indented JSON; numbers that are not finite become null."""
     path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")

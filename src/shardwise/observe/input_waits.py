@@ -1,7 +1,7 @@
-"""Tell whether a run waits for its input: the share of steps that ranks spent waiting for the next batch.
+"""Finds whether a run waits for its input: the share of a step that ranks spend waiting for the next batch.
 
-share = waiting / (waiting + step), over the steps since the last look, of the rank that waited most: with gradients
-summed over ranks, the others then wait for it.
+share = waiting / (waiting + step), over the steps since the last comparison, of the rank that waited most: gradients
+are summed over ranks, so the others then wait for it.
 
 What this does not do: count reading that was hidden behind a step; it costs the run nothing.
 """
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-BOUND = 0.2  # of a step, from which on waiting is worth a word
-LEAST_S = 2e-3  # less than that in a step is the price of handing a batch over
-FIRST_LOOK, BETWEEN_LOOKS = 8, 50  # steps
-SKIPPED = 2  # the first steps wait for whatever starts
+BOUND = 0.2  # share of a step from which on waiting is reported
+LEAST_S = 2e-3  # seconds of waiting in a step that handing a batch over costs anyway
+FIRST_LOOK, BETWEEN_LOOKS = 8, 50  # steps before ranks compare first, and then between
+SKIPPED = 2  # first steps, which include start-up
 
 
 class InputWatch:
-    """Sums of the seconds that ranks wait for batches and work; `add` gives one warning, where waiting is much."""
+    """Sums the seconds that this rank waits for batches and works; warns once if the run is input-bound."""
 
     def __init__(self, share_of_all: Callable[[float], list[float]], advice: str) -> None:
+        """`share_of_all` maps this rank's share to the list of all ranks' (collective); `advice` ends the warning."""
         self._share_of_all = share_of_all  # this rank's share -> every rank's; collective
         self._advice = advice
         self._steps = 0
@@ -27,9 +28,12 @@ class InputWatch:
         self._warned = False
 
     def add(self, waited_s: float, worked_s: float) -> str | None:
-        """Count one step, on every rank alike; returns a warning, once, where the run waits for input; else None."""
+        """Counts one step, given the seconds that it waited and worked; returns the warning once, else None.
+
+        Called on every rank for every step, since some of the calls are collective.
+        """
         self._steps += 1
-        # the first steps wait for whatever starts, and tell nothing of those that follow
+        # the first steps include start-up and say nothing of later ones
         if self._warned or self._steps <= SKIPPED:
             return None
         self._waited_s += waited_s

@@ -1,4 +1,7 @@
-"""The metrics file: a JSON object a line, written at once, steps from 1. Its numbers: training/loop; charts: report."""
+"""Writes the metrics file: one JSON object a line, flushed at once, steps from 1.
+
+Filled by training/loop, shown by report.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from shardwise.observe.sinks import Sink, numbers_of
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, which hands numbers to the sinks too."""
+    """Writer of `metrics.jsonl`, which passes the numbers to `sinks` too."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path, self._file = path, path.open("a", encoding="utf-8")
         self._sinks = sinks
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one line. A number that is not finite becomes null, for JSON has no name for it.
+        """Writes one line; a number that is not finite becomes null, since JSON cannot hold it.
 
-        Raises `RunError` where the folder was moved or deleted: the open file takes lines that nobody would find.
+        record  {name: value} with "step"
+        Raises `RunError` if the folder was moved or deleted, since nobody would find what the open file takes.
         """
         self._refuse_lost()
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
@@ -32,7 +36,7 @@ class MetricsFile:
             sink.write(int(record["step"]), numbers_of(record))
 
     def _refuse_lost(self) -> None:
-        """Raise `RunError` where the file that is written is no longer the one in the run's folder."""
+        """Raises `RunError` if the open file is no longer the one in the run's folder."""
         there = self._path.stat() if self._path.exists() else None
         ours = os.fstat(self._file.fileno())
         if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
@@ -49,7 +53,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """Returns the value with every number that is not finite replaced by None, in dicts and lists too."""
+    """Returns the value with each number that is not finite replaced by None, in dicts and lists too."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Memory of one rank of a run: by the engine's account, and the process's peak where the device keeps none."""
+"""Memory of one rank of a run: what the engine counts, and the peak of the device or else of the process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.engine.engine import Engine
 
-KEPT = ("parameters", "gradients", "optimizer")
+KEPT = ("parameters", "gradients", "optimizer")  # kinds that are there all the time
 REST = "activations and buffers, at the peak"
-TIMES, LEAST_BYTES = 1.25, 2**26  # by which the fullest rank has more than the emptiest, for it to be told
+TIMES, LEAST_BYTES = 1.25, 2**26  # least ratio and difference of two ranks that are reported
 
 
 def memory_of(engine: Engine) -> dict[str, int]:
-    """Returns bytes by kind; `peak` on a GPU, `process peak` (all of the process that was resident) on a CPU."""
+    """Returns bytes by kind, with "peak" on a GPU, or "process peak" (the largest resident size) on a CPU."""
     bytes_by_kind = {name: count for name, count in engine.memory().items() if count is not None}
     if "peak" not in bytes_by_kind:
         peak = process_peak()
@@ -23,7 +23,7 @@ def memory_of(engine: Engine) -> dict[str, int]:
 
 
 def process_peak() -> int | None:
-    """Returns the largest resident size of this process so far, in bytes; None where the system does not tell."""
+    """Returns the largest resident size of this process so far, in bytes; None if the system does not say."""
     try:
         import resource
     except ImportError:  # Windows
@@ -33,21 +33,21 @@ def process_peak() -> int | None:
 
 
 def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Returns a sentence: which rank needs most memory, how much more than another, of what; "" where all are alike.
+    """Returns a sentence on the ranks that need most and least memory and what of; "" if ranks are nearly equal.
 
-    ranks   what `memory_of` says of each
+    ranks   `memory_of` each rank
     """
     classes = [_classes(by_kind) for by_kind in ranks]
     totals = [sum(by_kind.values()) for by_kind in classes]
     most, least = (chosen(range(len(totals)), key=totals.__getitem__) for chosen in (max, min))
-    # ranks are never alike to the byte: only a real difference is told
+    # ranks are never equal to the byte, so only a real difference is reported
     if totals[most] < TIMES * totals[least] or totals[most] - totals[least] < LEAST_BYTES:
         return ""
     more = {kind: size - classes[least][kind] for kind, size in classes[most].items()}
     differences = [
         f"{kind} {classes[most][kind] / 1e6:,.0f} against {classes[least][kind] / 1e6:,.0f} MB"
         for kind in sorted(more, key=lambda kind: -abs(more[kind]))
-        # kinds that differ little are left out: the sentence names what the difference is made of
+        # kinds that differ little do not explain the difference
         if abs(more[kind]) > (totals[most] - totals[least]) / 10
     ]
     return (
@@ -57,7 +57,7 @@ def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:
 
 
 def _classes(bytes_by_kind: Mapping[str, int]) -> dict[str, int]:
-    """Returns bytes by class, which add up to the rank's peak."""
+    """Returns bytes of each kind in `KEPT` and of the rest, which add up to the rank's peak."""
     kept = {kind: bytes_by_kind.get(kind, 0) for kind in KEPT}
     peak = bytes_by_kind.get("peak") or bytes_by_kind.get("process peak") or 0
     return {**kept, REST: max(0, peak - sum(kept.values()))}

@@ -1,4 +1,4 @@
-"""Profile a few steps: a trace of each rank for Chrome or Perfetto, and a table of where the time went.
+"""Profiles a few steps: a trace of each rank for Chrome or Perfetto, and a table of where the time went.
 
     input          waiting for the batch
     compute        operations of forward, loss and backward
@@ -9,11 +9,11 @@
     hidden comm    collectives that ran while the above went on; not part of the sum
 
 The parts are read from the trace, the length of the steps from another clock, so that their sum can be checked.
-Which axis a collective ran over is known where it is issued; one that ran in the background is matched to its issue
-by kind and order.
+The axis of a collective is known where it is issued; one that ran in the background is matched to its issue by kind
+and order.
 
-What this does not do: the table for a GPU, whose work goes on beside the thread that is looked at; there the traces
-alone are written. Profiling itself slows a step, so speeds of these steps are not those of the run.
+What this does not do: the table for a GPU, whose work runs beside the thread that is traced; there the traces alone
+are written. Profiling itself slows a step, so speeds of these steps are not those of the run.
 """
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ from shardwise.engine.engine import Engine
 from shardwise.observe.folder import write_json
 from shardwise.observe.profile_steps import FOLDER
 
-Span = tuple[float, float]
+Span = tuple[float, float]  # (start, end) in microseconds
 _PREFIX = "shardwise."
 _ALL, _INPUT, _STEP, _UPDATE, _WAIT, _ISSUE = (
     f"{_PREFIX}{word}" for word in ("steps", "input", "step", "update", "wait", "issue")
 )
+# gloo's event in a trace -> kind of collective
 _BACKGROUND = {"gloo:all_gather": "all_gather", "gloo:all_reduce": "all_reduce", "gloo:broadcast": "broadcast",
                "gloo:all_to_all": "all_to_all"}  # fmt: skip
-_AS_GLOO = {"reduce_scatter": "all_reduce"}  # what gloo makes of it
+_AS_GLOO = {"reduce_scatter": "all_reduce"}  # kind -> the one that gloo implements it with
 
 
 class StepProfile:
-    """Profiler of the steps of a range; every rank has one."""
+    """Profiles this rank in the steps `steps` (a range, from 0); files go to `folder`/profile.
+
+    measured_s  seconds from the begin of the first profiled step to the end of the last, by the system's clock
+    """
 
     def __init__(self, steps: range, engine: Engine, folder: Path) -> None:
         self.steps, self.engine, self.folder = steps, engine, folder
@@ -55,7 +59,7 @@ class StepProfile:
         self._began = 0.0
 
     def before(self, step: int) -> None:
-        """Start the profiler where a step begins the range. Called before its batch is asked for."""
+        """Starts the profiler if `step` is the range's first; called before its batch is asked for."""
         if step != self.steps.start or not self.steps:  # an empty range has a start too
             return
         self._profiler = profile(activities=profiler_activities(self.engine.device))
@@ -67,7 +71,7 @@ class StepProfile:
 
     @contextmanager
     def inside(self, step: int, part: str) -> Iterator[None]:
-        """Context around a step's "input" or the "step" itself (`part`); does nothing outside the range."""
+        """Context around the "input" or the "step" (`part`) of a step, named so in the trace if it is profiled."""
         if step not in self.steps:
             yield
             return
@@ -75,7 +79,10 @@ class StepProfile:
             yield
 
     def after(self, step: int) -> dict[str, float] | None:
-        """Returns, after the last profiled step, {part: ms in a step} of this rank ({} on a GPU); else None."""
+        """Writes the trace after the last profiled step; returns {part: ms per step} of this rank, {} on a GPU.
+
+        Returns None, and does nothing, after any other step.
+        """
         if not self.steps or step != self.steps.stop - 1:
             return None
         self._all.__exit__(None, None, None)
@@ -90,15 +97,15 @@ class StepProfile:
         return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
 
     def tell(self, step: int) -> str:
-        """Returns, after the last step, the table of all ranks as text on rank 0, which is also written; else "".
+        """Returns the table of all ranks as text on rank 0, and writes it, after the last profiled step; else "".
 
-        Collective after the last step. Empty on a GPU, where the traces alone are written.
+        Collective after that step. "" on a GPU too, where the traces alone are written.
         """
         table = self.after(step)
         if table is None:
             return ""
         tables = gather_json(table, self.engine.mesh.world, self.engine.device)
-        # `table` is empty on a GPU, on all ranks alike
+        # on a GPU the table is empty, on all ranks
         if self.engine.rank != 0 or not table:
             return ""
         fields = {"steps": [step + 1 for step in self.steps], "unit": "ms per step", "ranks": tables}
@@ -106,7 +113,7 @@ class StepProfile:
         return as_text(tables, self.steps)
 
     def _watch(self) -> None:
-        """Add names to the trace that torch does not: waits, the update, and the axis of each collective."""
+        """Adds names to the trace that torch does not: waits, the update, and the axis of each collective."""
         work, wait = dist.Work, dist.Work.wait
 
         def named_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +127,7 @@ class StepProfile:
 
 
 class _Ranges(Ledger):
-    """Ledger that opens a range in the trace where it would count a collective."""
+    """Ledger that opens a range in the trace instead of counting a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,14 +140,14 @@ class _Ranges(Ledger):
         self._open.__enter__()
 
     def close(self) -> None:
-        """End the range, where one is open."""
+        """Closes the range if one is open."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
 
 
 class _Issues(Observer):
-    """Ledger that names each collective in the trace where it is issued: kind and mesh axis."""
+    """Observer that names each collective in the trace where it is issued, by kind and mesh axis."""
 
     ledger: _Ranges
 
@@ -151,11 +158,14 @@ class _Issues(Observer):
             self.ledger.close()
 
 
-# --- from events to the table; spans are in microseconds
+# --- from events to the table; times are in microseconds
 
 
 def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, float]:
-    """Returns milliseconds of each part in a step, and `measured`, the step's length by another clock."""
+    """Returns {part: milliseconds per step} of one rank, and "measured", the step's length by another clock.
+
+    events      of torch's profiler;  steps  how many were profiled;  measured_s  seconds of all of them
+    """
     main = next(event.thread for event in events if event.name == _STEP)
     own = [event for event in events if event.thread == main]
 
@@ -172,7 +182,7 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
     background = _by_axis(events, own)
     per_step = 1e-3 / steps
     table = {"input": length(reading) * per_step, "compute": length(compute) * per_step}
-    left = waits  # a moment of waiting counts for one axis: what runs over a second one then is no exposure of its own
+    left = waits  # each moment of waiting counts for one axis, though collectives of a second one may run then
     for axis, ran in sorted(background.items()):
         exposed = meet(left, ran)
         table[f"exposed comm, {axis}"] = length(exposed) * per_step
@@ -189,7 +199,10 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
 
 
 def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
-    """Returns axis -> spans of its collectives in the background, matched to their issue by kind and order."""
+    """Returns axis -> spans of its background collectives, matched to their issues by kind and order.
+
+    own  the events of the thread that trains, among which are the issues
+    """
     issued: dict[str, list[str]] = {}
     for event in sorted(own, key=lambda event: event.time_range.start):
         if event.name.startswith(_ISSUE):
@@ -201,14 +214,14 @@ def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
         of_kind = [event for event in ran if _BACKGROUND[event.name] == kind]
         axes = issued.get(kind, [])
         for place, event in enumerate(of_kind):
-            # collectives are matched by order, which says nothing where the trace has more or fewer than were issued
+            # if the trace has more or fewer than were issued, the order says nothing
             axis = axes[place] if len(axes) == len(of_kind) else "unknown axis"
             spans_by_axis.setdefault(axis, []).append((event.time_range.start, event.time_range.end))
     return {axis: union(spans) for axis, spans in spans_by_axis.items()}
 
 
 def union(spans: list[Span]) -> list[Span]:
-    """Returns the union of the spans: spans that do not overlap, in order."""
+    """Returns the union of the spans, as spans in order that do not overlap."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -232,7 +245,7 @@ def meet(first: list[Span], other: list[Span]) -> list[Span]:
 
 
 def minus(first: list[Span], other: list[Span]) -> list[Span]:
-    """Returns the spans of time in `first` and not in `other`."""
+    """Returns the times that are in `first` and not in `other`; both are unions."""
     rest = []
     for start, end in first:
         for low, high in meet([(start, end)], other):
@@ -245,12 +258,15 @@ def minus(first: list[Span], other: list[Span]) -> list[Span]:
 
 
 def length(spans: list[Span]) -> float:
-    """Returns the sum of the spans' lengths."""
+    """Returns the sum of the spans' lengths, in microseconds."""
     return sum(end - start for start, end in spans)
 
 
 def as_text(tables: list[dict[str, float]], steps: range) -> str:
-    """Returns one table of all ranks, in milliseconds and percent of each rank's step."""
+    """Returns one table of all ranks, each cell in milliseconds and percent of that rank's step.
+
+    tables  of `table_of`, by rank;  steps  the profiled range, from 0
+    """
     names = list(dict.fromkeys(name for table in tables for name in table if name != "measured"))
     names.sort(key=lambda name: name.startswith("hidden"))
     width = max(map(len, names)) + 2

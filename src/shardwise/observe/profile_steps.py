@@ -1,15 +1,18 @@
-"""Read which steps a run profiles, from a text such as "10:12", counted from 1 as its lines are."""
+"""Reads which steps a run profiles from a text such as "10:12", in which steps count from 1."""
 
 from __future__ import annotations
 
 from shardwise.errors import InputError
 
 FOLDER = "profile"  # of the traces and the table
-LONGEST = 20  # steps; a trace grows by megabytes in each
+LONGEST = 20  # steps; each adds megabytes to a trace
 
 
 def read_steps(text: str | None, steps: int) -> range:
-    """Returns the steps of "10:12" (10 and 11), as range(9, 11), from 0; empty where none are. Raises `InputError`."""
+    """Returns the range, from 0, of "10:12": range(9, 11), its 10th and 11th step; an empty one for None.
+
+    steps  of the run; raises `InputError` for a text that is no range within them
+    """
     if text is None:
         return range(0)
     profiled = _range(text, "train.profile_steps")
@@ -19,7 +22,7 @@ def read_steps(text: str | None, steps: int) -> range:
 
 
 def read_steps_of_script(text: str) -> range:
-    """Returns the steps of "10:12" of a script, as `read_steps` does; refuses the first. Raises `InputError`."""
+    """Returns the range, from 0, of a script's "10:12", as `read_steps` does; `InputError` also for the first step."""
     profiled = _range(text, "--profile-steps")
     if profiled.start < 1:
         raise InputError(
@@ -30,7 +33,7 @@ def read_steps_of_script(text: str) -> range:
 
 
 def _range(text: str, option: str) -> range:
-    """Returns range(9, 11) of "10:12"; `InputError`, naming `option`, for another text, none or too many steps."""
+    """Returns range(9, 11) for "10:12"; `InputError` naming `option` for another text, or 0 or more than 20 steps."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise InputError(f"{option}: {text!r} is no range of steps: give it as 10:12, which is steps 10 and 11")

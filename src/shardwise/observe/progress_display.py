@@ -1,8 +1,8 @@
-"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. It shows (`_text`): training/loop's.
+"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. Filled by training/loop.
 
     step 120/1000  loss 2.3456  accuracy 0.512  lr 1.00e-03  51.2k tokens/s  MFU 41.2 %  peak 1.3 GiB  0:01:12 left
 
-The task's metrics and extra terms stand behind the loss. MFU is shown where the device's peak is known, else the
+The task's metrics and extra terms stand behind the loss. MFU is shown if the device's peak is known, else the
 FLOP/s of each rank; the first line names the convention.
 """
 
@@ -19,19 +19,26 @@ from rich.table import Column
 from shardwise.observe.speed import Speed
 
 BAR = 20  # columns of the bar
-OWN = ("extra/", "metric/")  # what keys of a record begin with that the task gave
-MOST_OWN = 6  # numbers of the task's own in a line: a metric of each variable may be hundreds
+OWN = ("extra/", "metric/")  # prefixes of a record's keys for the task's own numbers
+MOST_OWN = 6  # of these in a line, since a task may have hundreds
 
 
 class Display:
-    """Display of steps as they end. `live` None: a bar where stderr is a terminal."""
+    """Shows steps as they end.
+
+    total      steps of the run
+    speed      how rates are converted and shown
+    log_every  steps between two plain lines
+    live       Whether to show a bar; None: if stderr is a terminal
+    first      text beside the bar until the first step has ended
+    """
 
     def __init__(
         self, total: int, speed: Speed, log_every: int, live: bool | None = None, first: str = "first step"
     ) -> None:
         self._total, self._speed, self._log_every = total, speed, log_every
         self._console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self._started, self._before = time.monotonic(), -1  # steps that were done before; a run may have gone on
+        self._started, self._before = time.monotonic(), -1  # steps done before this process began, -1: unknown yet
         self._bar: Progress | None = None
         if sys.stderr.isatty() if live is None else live:
             whole = Column(no_wrap=True)
@@ -45,11 +52,11 @@ class Display:
             self._bar.start()
 
     def say(self, text: str) -> None:
-        """Print one line of its own, above the bar."""
+        """Prints one line of its own, above the bar."""
         self._console.print(text, markup=False)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Show one optimizer step that has ended."""
+        """Shows one optimizer step that has ended, from its `metrics.jsonl` record."""
         done = record["step"]
         self._before = done - 1 if self._before < 0 else self._before
         if self._bar is not None:
@@ -59,14 +66,14 @@ class Display:
             self.say(f"step {done}/{self._total}  {self._text(record)}")
 
     def _text(self, record: dict[str, Any], width: int | None = None) -> str:
-        """Returns a step's numbers in words; where wider than `width`, the loss and the time left, then what fits."""
+        """Returns a step's numbers as text; beyond `width` columns only the loss, the time left and what fits."""
         unit = self._speed.unit
         loss = "skipped (not finite)" if record["skipped"] else f"loss {record['loss']:.4f}"
         between = own_numbers(record)
         if record.get("lr") is not None:
             between.append(f"lr {record['lr']:.2e}")
         between.append(f"{short(record[f'{unit}_per_s'])} {unit}/s")
-        # without the device's peak there is no MFU, and FLOP/s stand in its place
+        # without the device's peak there is no MFU, so FLOP/s are shown
         if "mfu" in record:
             between.append(f"MFU {100 * record['mfu']:.1f} %")
         elif "flops_per_s_per_rank" in record:
@@ -74,30 +81,34 @@ class Display:
         if record.get("peak_bytes"):
             between.append(f"peak {size(record['peak_bytes'])}")
         left = f"{self._left(record['step'])} left"
-        # the rate first, then what stands furthest right: loss and time left stay
+        # to save room the learning rate goes first, then what stands furthest right; loss and time left stay
         while width is not None and len("  ".join([loss, *between, left])) > width and between:
             between.pop(next((at for at, text in enumerate(between) if text.startswith("lr ")), -1))
         return "  ".join([loss, *between, left])
 
     def _left(self, done: int) -> str:
+        """Returns the time left after `done` steps as "hours:minutes:seconds"."""
         seconds = (time.monotonic() - self._started) / (done - self._before) * (self._total - done)
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
     def close(self) -> None:
-        """End the live line and leave the terminal as it was."""
+        """Ends the live bar and leaves the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def own_numbers(record: dict[str, Any]) -> list[str]:
-    """Returns the extra terms and metrics of a step's record as "name value", at most `MOST_OWN` and how many more."""
+    """Returns the extra terms and metrics of a step's record as "name value" texts, the first `MOST_OWN` of them.
+
+    A last text says how many more there are.
+    """
     own = [f"{key.partition('/')[2]} {value:.4g}" for key, value in record.items() if key.startswith(OWN)]
     return own if len(own) <= MOST_OWN else [*own[:MOST_OWN], f"(and {len(own) - MOST_OWN} more)"]
 
 
 def short(number: float, space: str = "") -> str:
-    """Returns `51.2k`, `1.3M`, `12.4G`: three digits; `space` goes before the unit that follows."""
+    """Returns a number with three digits and a suffix: `51.2k`, `1.3M`, `12.4G`; `space` goes before the suffix."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
             return f"{number / factor:.3g}{space}{suffix}"

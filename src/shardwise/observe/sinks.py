@@ -1,4 +1,4 @@
-"""Send a run's numbers elsewhere too: TensorBoard, MLflow, Weights & Biases (names: config/schema, pyproject.toml).
+"""Sends a run's numbers elsewhere too: TensorBoard, MLflow, Weights & Biases (names: config/schema, pyproject.toml).
 
 tensorboard   event files in the run folder
 mlflow        MLFLOW_TRACKING_URI, else the SQLite file mlflow.db beside the run folders; the run's name is the folder's
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 def check_sinks(names: list[str]) -> None:
-    """Raises `InputError` where a package is not installed; before any rank starts."""
+    """Raises `InputError` if a package that a sink needs is not installed; called before any rank starts."""
     for name in names:
         missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
         if missing:
@@ -42,7 +42,10 @@ def check_sinks(names: list[str]) -> None:
 
 
 def open_sinks(names: list[str], folder: Path, settings: dict[str, Any]) -> list[Sink]:
-    """Returns the sinks of these names for the run in `folder`; `settings` are shown beside the numbers."""
+    """Returns the sinks of these names for the run in `folder`.
+
+    settings  {name: value} shown beside the numbers, such as the plan
+    """
     makers: dict[str, Callable[[Path, dict[str, Any]], Sink]] = {
         "tensorboard": TensorBoard,
         "mlflow": MLflow,
@@ -52,13 +55,13 @@ def open_sinks(names: list[str], folder: Path, settings: dict[str, Any]) -> list
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Returns {name: finite number} of a record of `metrics.jsonl`, but for the step."""
+    """Returns {name: number} of the finite numbers in a `metrics.jsonl` record, without "step" and bools."""
     plain = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float) and not isinstance(v, bool)}
     return {key: float(value) for key, value in plain.items() if math.isfinite(value)}
 
 
 class TensorBoard:
-    """Sink that writes event files."""
+    """Sink that writes event files to `folder`/tensorboard."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -78,7 +81,7 @@ class MLflow:
     """Sink that writes a run of the experiment "shardwise"."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # making its tables is a hundred lines of news
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs a hundred lines when it makes its tables
         logging.getLogger("alembic").setLevel(logging.WARNING)
         from mlflow import MlflowClient
         from mlflow.entities import Metric

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a share or a summand; what is known of an operation stands in `part/rules`."""
+"""Distributed tensors, `Part` (each rank holds a share) and `Sum` (a summand); their operations are in `part/rules`."""
 
 from shardwise.part import assigned, dispatch, rules  # noqa: F401 - they register
 from shardwise.part.cuts import Owners, Uncut

@@ -1,12 +1,12 @@
-"""`tensor.data = value` where either is distributed: from then on the tensor stands for the value.
+"""`tensor.data = value` if either is distributed; afterwards the tensor reads as the value.
 
     part.data = whole * 0.5       the part becomes what the value is: a part dealt in another way, a sum, or whole
-    self.weight.data = value      the weight, of which the module reads a view, gets the values
-    buffer.data = field           a tensor that every rank has whole gets the value whole (over positions; told)
+    self.weight.data = value      the values are copied into the weight, of which the module reads a view
+    buffer.data = field           a plain tensor gets the value gathered (over positions alone; the user is told)
 
-No operation of torch tells of the assignment: it copies the value's memory into the tensor, and a part has none. So the
-attribute is one of distributed tensors' own. That of plain ones is replaced while a module reads its weights as parts
-or pairs (`follow_data`); what is assigned to others is given on as it is.
+The assignment dispatches no operation of torch. It replaces the tensor's memory by the value's, and a part has no
+memory of its own. So distributed tensors have an attribute `data` of this file. That of plain tensors is replaced while
+a module reads its weights as parts or pairs (`follow_data`); assignments between plain tensors go to torch's setter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardwise.trace.leaves import replaced
 
 
 class Written(torch.Tensor):
-    """A plain tensor after `tensor.data = part`: functions of torch are given the part, `now`, in its place."""
+    """A tensor that was plain until `tensor.data = part`; torch's functions get the part, `now`, in its place."""
 
-    answers_first = True  # also where a part stands in front of it
+    answers_first = True  # also if a part stands in front of it among the arguments
     now: torch.Tensor
-    assign: Callable[..., None]  # what `written[index] = value` does
+    assign: Callable[..., None]  # (written, index, value): does `written[index] = value`
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -43,12 +43,12 @@ class Written(torch.Tensor):
 
 
 def now_of(tensor: Any) -> Any:
-    """Returns the `now` of a `Written` tensor; any other tensor itself."""
+    """Returns the tensor for which a `Written` stands (`now`); any other value unchanged."""
     return tensor.__dict__["now"] if isinstance(tensor, Written) else tensor
 
 
 def stand_for(tensor: torch.Tensor, now: torch.Tensor) -> None:
-    """Makes a tensor, plain or `Written`, stand for `now` from here on. Its own memory is freed."""
+    """Turns `tensor`, plain or `Written`, into a `Written` that stands for `now`, and frees its own memory."""
     if not isinstance(tensor, Written):
         tensor.data = tensor.new_empty(0)  # whoever goes past `__torch_function__` finds nothing, not old values
         tensor.__class__ = Written
@@ -59,7 +59,10 @@ _DATA = torch.Tensor.data
 
 
 class _Data(property):
-    """The attribute `.data` of plain tensors: distributed values go to `stand_for`, others to torch's own setter."""
+    """The attribute `.data` that replaces torch's on plain tensors; its setter is `_assign`.
+
+    before  torch's own attribute
+    """
 
     __name__ = "data"  # as torch's own, by which function modes know what is assigned
 
@@ -71,7 +74,7 @@ class _Data(property):
 def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
     """Sets `tensor.data = value`, either of them distributed or not; `before` is torch's own attribute.
 
-    Raises `Uncut` where a weight would get another shape, or a whole tensor what is cut with weights.
+    Raises `Uncut` if a weight would get another shape, or a plain tensor a value that is cut over an axis of weights.
     """
     # marked by the attribute that gave it to the module's code: a view of the weight (`part/parameters`, `part/pairs`)
     if getattr(tensor, "reads_weight", False):
@@ -93,7 +96,7 @@ def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
 
 
 def _become(tensor: Distributed, value: Distributed) -> None:
-    """Makes the object, which views and autograd refer to, the same distributed tensor as `value`."""
+    """Turns the object `tensor`, to which views and autograd refer, into the same distributed tensor as `value`."""
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(tensor, value)  # shape, strides and dtype
     tensor.__class__ = type(value)
@@ -104,14 +107,14 @@ def _become(tensor: Distributed, value: Distributed) -> None:
 
 
 def _whole(value: torch.Tensor, beside: Distributed) -> Sum:
-    """Returns a plain tensor as a `Sum` that is reduced already, over the axis of `beside`."""
+    """Returns the plain `value` as an already reduced `Sum` over the axis of `beside`."""
     made = Sum(value, beside.axis)
     made.total = value
     return made
 
 
 def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor on every rank; `Uncut` where a cut of weights would have to be gathered. Collective."""
+    """Returns `value` reduced and gathered, whole on every rank; `Uncut` if it is cut over weights. Collective."""
     value = value.detach()
     while isinstance(value, Distributed):
         value = value.settled()
@@ -130,7 +133,7 @@ _FOLLOWED: WeakSet[nn.Module] = WeakSet()
 
 
 def follow_data(module: nn.Module) -> Callable[[], None]:
-    """Follows what is assigned to the `.data` of plain tensors, while the module reads weights; returns the undo."""
+    """Replaces `torch.Tensor.data` by `_Data` until the returned function was called for every such module."""
     _FOLLOWED.add(module)
     if not isinstance(torch.Tensor.data, _Data):
         torch.Tensor.data = _Data(torch.Tensor.data)

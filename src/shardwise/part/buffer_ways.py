@@ -1,4 +1,4 @@
-"""Ways to join buffers that a forward made of parts of its samples or rows, a sum or a mean; which of them fit."""
+"""Ways to combine a buffer after forwards over parts of the samples (sum, mean), and which match the whole batch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from shardwise.part.pairs import as_pairs
 from shardwise.part.sums import plain
 
-# (before (elements,), after each part's forward (p, elements), samples of each part (p, 1), 0 for none)
+# (buffer before (n,), after each part's forward (p, n), samples of each part (p, 1), 0 for none) -> combined (n,)
 _Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _of_parts(after: torch.Tensor, samples: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
-    """Returns `after` with `other` in the rows of parts without samples."""
+    """Returns `after` (p, n) with `other` in place of the values of parts that have no samples."""
     return torch.where(samples > 0, after, other)
 
 
@@ -30,12 +30,12 @@ SUMS = ("added", "fresh")
 def ways(
     before: torch.Tensor, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], bar: float
 ) -> list[str]:
-    """Returns the names in `WAYS` by which what the parts' forwards left gives what the whole's did.
+    """Returns the names in `WAYS` that combine a buffer's values in `parts` to `whole`; [] if shapes differ.
 
-    [] where shapes differ.
-
-    sizes  samples of each part
-    bar    error allowed, times the largest absolute value that the whole left, or 1 if that is less
+    before  the buffer before the forwards;  whole  after a forward over all samples
+    parts   the buffer after a forward over each part alone, each from `before`
+    sizes   samples of each part
+    bar     tolerance, times the largest absolute value in `whole`, or 1 if that is less
     """
     if len({tensor.shape for tensor in (before, whole, *parts)}) > 1:
         return []
@@ -47,5 +47,5 @@ def ways(
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a buffer's real numbers (n,), two of a complex one, in float64, which counts whole numbers exactly."""
+    """Returns a buffer's real numbers (n,), two for a complex element, in float64, which holds counts exactly."""
     return as_pairs(plain(tensor.detach())).reshape(-1).double()

@@ -1,8 +1,9 @@
-"""Take a distributed tensor apart to send it to another stage, and put it together where positions are held alike.
+"""Convert a distributed tensor to this rank's plain share and its cuts, to send it between pipeline stages, and back.
 
     Part[cp, dim 1] of (B, S/cp, H)  --taken_apart-->  (B, S/cp, H) and its cuts  ==> ... --put_together-->  the part
 
-What is cut over other axes (tensor parallelism) leaves whole; cuts over positions stay, so that a message is a share.
+Both stages hold positions alike. Cuts over other axes (tensor parallelism) are gathered before a message; cuts over
+positions stay, so that a message is a share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardwise.part.sums import Sum, linear, plain, redealt
 from shardwise.part.tensor import Part
 
 Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outermost first
-Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
+Cuts = tuple[tuple[str, int, Owners], ...]  # (name of an axis, dim, owners) of each cut, outermost first
 
 
 def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
@@ -35,17 +36,20 @@ def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
 
 
 def cuts_of(tensor: torch.Tensor) -> Cuts:
-    """Returns (axis name, dim, owners) of each cut of positions, outermost first. Collective for a sum over one."""
+    """Returns (axis name, dim, owners) of each cut over an axis of positions, outermost first.
+
+    Collective if the tensor is a sum over such an axis.
+    """
     return tuple((part.axis.name, part.dim_cut, part.owners) for part in _parts_of(tensor))
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
-    """Returns the axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
+    """Returns the axes of positions that cut a tensor, outermost first. Collective if it is a sum over such an axis."""
     return tuple(part.axis for part in _parts_of(tensor))
 
 
 def _settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, whole but for cuts of positions. Collective."""
+    """Returns the tensor with sums reduced and every cut gathered except those of positions. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
@@ -60,14 +64,14 @@ def settled(tensor: Any) -> Any:
 
 
 def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's plain share of a tensor whose sums have been reduced (`settled`)."""
+    """Returns this rank's plain share of a tensor whose sums were reduced by `settled`."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled_local()
     return tensor
 
 
 def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
-    """Returns the tensor, cut over `axes` as `cuts` says, of which this rank holds `payload`."""
+    """Returns the `Part`, cut over `axes` as `cuts` says, whose share on this rank is the plain `payload`."""
     by_name = {axis.name: axis for axis in axes}
     # the innermost first; integers and masks of positions are small enough to be gathered where no rule is
     for name, dim, owners in reversed(cuts):
@@ -76,7 +80,10 @@ def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> tor
 
 
 def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
-    """Returns a plain vector as a part, dealt as the cut dim of `part`; None where `part` has several cut dims."""
+    """Returns the plain vector `whole` as a part with the owners of the cut dim of `part`.
+
+    None if positions cut several dims of `part`.
+    """
     cuts, axes, local = cuts_of(part), axes_of(part), whole
     if len({dim for _, dim, _ in cuts}) != 1:
         return None
@@ -87,7 +94,7 @@ def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
 
 
 def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
-    """Returns this rank's plain share of a tensor under `cuts`. Collective where it is cut in another way."""
+    """Returns this rank's plain share of a tensor under `cuts`. Collective if it is a sum or cut otherwise."""
     by_name = {axis.name: axis for axis in axes}
     for name, dim, owners in cuts:
         tensor = share_of(tensor, dim, owners, by_name[name])
@@ -95,9 +102,9 @@ def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch
 
 
 def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Returns, differentiably, this rank's plain share under `cuts`; without any, `settled(tensor)`, cut as it is.
+    """Returns, differentiably, this rank's plain share under `cuts`; with () `settled(tensor)`, still cut as it is.
 
-    Collective where it is a sum or cut otherwise.
+    Collective if the tensor is a sum or cut otherwise than `cuts`.
     """
     if not cuts:
         return settled(tensor)
@@ -114,7 +121,10 @@ def joined(payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Ten
 
 
 def on_shares(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns, differentiably, what a function that leaves cut positions alone makes of this rank's plain share."""
+    """Applies `function` to this rank's plain share; returns its result with the same cuts. Differentiable.
+
+    `function` keeps the cut dims, their length and the order of their indices.
+    """
     cuts, axes = (cuts_of(tensor), axes_of(tensor)) if isinstance(tensor, Distributed) else ((), ())
     return joined(function(apart(tensor, cuts, axes)), cuts, axes)
 
@@ -137,9 +147,10 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a tensor of this whole shape filled with `value`, cut `along`; `options` as of `torch.full`.
+    """Returns a part of the whole shape `shape` filled with `value`; `options` as of `torch.full`.
 
-    A dim is dealt as one of its length in `beside` is over that axis, else in blocks.
+    along   (axis name, dim) of each cut, outermost first
+    beside  distributed tensors: a dim of the length of one of their cut dims gets its owners, others get blocks
     """
     by_name = {axis.name: axis for axis in axes}
     owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
@@ -154,7 +165,7 @@ def filled(
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
-    """Makes the object `tensor` stand for `value`, which has its shape and is cut over axes of positions at most."""
+    """Gives the object `tensor` the values of `value` (same whole shape, cut over none but `axes`, of positions)."""
     # a plain tensor that stands for a distributed one, and has no memory of its own
     if isinstance(tensor, Written):
         stand_for(tensor, value)

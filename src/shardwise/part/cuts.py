@@ -26,12 +26,12 @@ REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs wha
 
 
 class Uncut(RefusedPlan):
-    """Raised where an operation cannot be done on parts. `origins`: the weights whose cuts led there."""
+    """Raised if an operation cannot be computed on parts. `origins`: names of the weights whose cuts led to it."""
 
     origins: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        """Returns what was met, and the key of the plan by which a weight that led there stays whole."""
+        """Returns the message and the plan key (`tp_whole=NAME`) that keeps the weight whole whose cut led to it."""
         said, first = super().__str__(), min(self.origins, default="")
         remedy = f": the cut of '{first}' led here, which tp_whole={first} leaves out"
         return said if not first or remedy in said else said + remedy
@@ -57,19 +57,19 @@ class Owners:
 
     @classmethod
     def of(cls, array: np.ndarray, ranks: int) -> Owners:
-        """Returns the `Owners` that a vector (size,) says, with the rank of each index."""
+        """Returns the `Owners` of a vector `array` (size,) that holds the rank that owns each index."""
         array = np.asarray(array, dtype=np.int16)
         return cls(np.arange(1, len(array) + 1), array, ranks)
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
-        """Returns `n` indices in one block a rank, the first blocks larger by one where ranks do not divide `n`."""
+        """Returns owners of `n` indices, one block a rank; the first n % ranks blocks are larger by one."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> Owners:
-        """Returns two blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
+        """Returns owners of `n` indices, two blocks a rank, one from either end, to balance causal attention."""
         stops = cls.blocks(n, 2 * ranks).stops
         # blocks without indices were dropped from the end of `stops`
         counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
@@ -105,7 +105,7 @@ class Owners:
         return _indices(self, rank)
 
     def span(self, rank: int) -> tuple[int, int] | None:
-        """Returns (first, count) where the rank's indices are contiguous, else None; (0, 0) where it has none."""
+        """Returns (first, count) of the rank's indices; None if they are not contiguous, (0, 0) if it has none."""
         runs = np.flatnonzero(self.who == rank)
         if not len(runs):
             return 0, 0
@@ -116,16 +116,16 @@ class Owners:
 
     @cached_property
     def in_rank_order(self) -> bool:
-        """Whether the ranks' pieces, put side by side, are the dim as it is."""
+        """Whether the ranks' shares, concatenated in rank order, give the dim in its own order."""
         return bool((np.diff(self.who) >= 0).all())
 
     @property
     def order(self) -> np.ndarray | None:
-        """Returns (size,) each index's place in the ranks' pieces side by side; None where they are in order."""
+        """Returns (size,) the position of each index in the concatenated shares; None if `in_rank_order`."""
         return None if self.in_rank_order else _order(self)
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """Returns the rank's share of a whole tensor along `dim`: a view where its indices are contiguous."""
+        """Returns the rank's share of a whole tensor along `dim`; a view if the rank's indices are contiguous."""
         span = self.span(rank)
         if span is not None:
             return tensor.narrow(dim, *span)
@@ -136,7 +136,7 @@ class Owners:
         return _sliced(self, start, max(stop, start), step)
 
     def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> np.ndarray:
-        """Returns the places, among the rank's own indices, of those that the slice keeps."""
+        """Returns the positions within the rank's share, ascending, of the indices in `[start:stop:step]`."""
         return _local_slice(self, rank, start, stop, step)
 
 
@@ -171,7 +171,10 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
 
 
 def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns both shapes of a view without elements with zeros replaced, so that the view can be followed."""
+    """Returns (before, after) of a view of an empty tensor with its zeros replaced by sizes that fit each other.
+
+    Raises `Uncut` if the shapes have different numbers of zeros.
+    """
     full, goal = list(before), list(after)
     zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
     # zeros but the last become 2; the last is set such that both shapes have as many elements
@@ -191,9 +194,9 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
-    """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut.
+    """Returns how many consecutive indices of `dim` must share an owner for a view `before` -> `after` to stay cut.
 
-    Raises `Uncut` where no share of the dim is a whole part of the result.
+    The largest such number. Raises `Uncut` if no share of the dim consists of whole indices of the result.
     """
     # shapes with a 0 say nothing of groups: the same view of full ones does
     if 0 in before:
@@ -227,7 +230,10 @@ def in_whole_groups(owners: Owners, group: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
-    """Returns owners of rows of `new` elements: each goes to the owner of the `old`-element row at its middle."""
+    """Returns owners after rows of `old` elements are regrouped into rows of `new` elements.
+
+    Each new row goes to the owner of the old row that holds its middle element.
+    """
     middle = (np.arange(owners.size * old // new) * new + new // 2) // old
     return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
 
@@ -241,9 +247,9 @@ def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
-    """Returns owners of a dim of `size` whose slice has `owners`; other indices go where the kept one before them does.
+    """Returns owners of a dim of `size` indices whose slice `[start::step]` has `owners`; blocks if that is empty.
 
-    Those in front of the first kept one go where it does; blocks where the slice is empty.
+    An index that is not in the slice gets the owner of the last one before it that is, else of the first one.
     """
     if not owners.size:
         return Owners.blocks(size, owners.ranks)
@@ -253,14 +259,17 @@ def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
-    """Returns owners of the concatenation of these dims (`cat`)."""
+    """Returns owners of the concatenation (`cat`) of dims with these owners."""
     before = np.cumsum([0] + [part.size for part in parts[:-1]])
     stops = np.concatenate([part.stops + shift for part, shift in zip(parts, before, strict=True)])
     return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
 
 
 def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
-    """Returns owners of `n` indices, one block a rank; with `inside`, each inner rank's indices are dealt so."""
+    """Returns owners of `n` indices, one block a rank.
+
+    inside  owners of the same indices over an inner axis: each inner rank's indices are then divided into blocks
+    """
     if inside is None:
         return Owners.blocks(n, ranks)
     dealt = np.empty(n, dtype=np.int16)
@@ -272,13 +281,13 @@ def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
 
 @lru_cache(REMEMBERED)
 def repeated(owners: Owners, times: int) -> Owners:
-    """Returns owners where every index is repeated `times` times in a row (`repeat_interleave`)."""
+    """Returns owners of the dim after every index is repeated `times` times in a row (`repeat_interleave`)."""
     return Owners(owners.stops * times, owners.who, owners.ranks)
 
 
 @lru_cache(REMEMBERED)
 def tiled(owners: Owners, times: int) -> Owners:
-    """Returns owners where the whole dim is repeated `times` times (`repeat`)."""
+    """Returns owners of the dim after all of it is repeated `times` times (`repeat`)."""
     shifts = np.repeat(np.arange(times) * owners.size, len(owners.stops))
     return Owners(np.tile(owners.stops, times) + shifts, np.tile(owners.who, times), owners.ranks)
 
@@ -289,8 +298,8 @@ def regrouped(
 ) -> tuple[int, Owners]:  # fmt: skip
     """Returns (dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
-    goal  the result's dim, where it is known
-    Raises `Uncut` where the ranks' shares of the result are no shares of one of its dims.
+    goal  the result's dim that has to be the cut one; None: the first dim that the shares fit
+    Raises `Uncut` if the ranks' elements are no shares of one dim of the result.
     """
     if 0 in before:  # a tile without elements: cut as its neighbours are
         full, filled = _as_if_full(before, after)

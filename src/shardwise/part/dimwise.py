@@ -1,10 +1,10 @@
-"""Operations that run over some dims and keep the indices of every other one apart: on shares, and their labels.
+"""Rules and label rules of operations that run over some dims and treat the indices of every other dim independently.
 
-One row is all that such an operation needs (`over`): which dims it runs over, and what is done where the cut one is
-among them. Where it is not, each rank has its own result. Weights may be cut along what stays apart, so labels of the
+One call of `over` registers such an operation, with the dims that it runs over and what is done if the cut dim is among
+them. If it is not, each rank computes its own result. Weights may be cut along the other dims, so the labels of the
 dims that are run over are united (`part/labels`).
 
-    sort(x, dim=1)     cut along 0: each rank sorts its rows          cut along 1: no row of its own, `Uncut`
+    sort(x, dim=1)     cut along 0: each rank sorts its rows          cut along 1: `along` is None, so `Uncut`
     sum(x, dim=1)      cut along 0: each rank sums its rows           cut along 1: an all-reduce of the ranks' sums
 """
 
@@ -33,7 +33,7 @@ def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def named(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
-    """Returns the dims that the arguments `dim` or `dims` name; all where they name none."""
+    """Returns the dims in the argument `dims` or `dim` (may be negative); every dim if that is None or empty."""
     dims = arguments.get("dims", arguments.get("dim"))
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         return range(x.dim())
@@ -47,9 +47,10 @@ def last_two(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class DimwiseRule:
-    """A rule and label rule for an operation that runs over some dims and keeps the indices of others apart.
+    """The rule and label rule of an operation that runs over some dims and treats the others' indices independently.
 
-    along   what is done where the cut dim is among these; None: `Uncut`
+    dims   (x, arguments by name) -> the dims that it runs over
+    along  computes the result if the cut dim is among these; None: `Uncut` is raised
     """
 
     dims: Dims
@@ -60,7 +61,7 @@ class DimwiseRule:
         return {d % x.dim() for d in self.dims(x, arguments)}
 
     def on_shares(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives, or `Uncut`."""
+        """Returns the operation's results: parts if it does not run over the cut dim, else what `along` returns."""
         part, arguments = args[0], arguments_of(func, args, kwargs)
         # `max(x, other)` has the name of a reduction and is an elementwise operation
         if not is_part(part) or "other" in arguments:
@@ -76,7 +77,7 @@ class DimwiseRule:
         return _behind(part, output, dims)
 
     def labels(self, axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-        """Labels the results: dims that it runs over lie on one rank, others keep labels. False for two operands."""
+        """Labels the results, with the labels along the dims that it runs over united; False if there is an `other`."""
         x, arguments = args[0], arguments_of(func, args, kwargs)
         # a second tensor makes it elementwise (`max(x, other)`)
         if "other" in arguments:
@@ -99,13 +100,13 @@ class DimwiseRule:
 
 
 def _behind(part: Part, local: torch.Tensor, dims: set[int]) -> Part:
-    """Returns a local result as a part: dims in front of the cut one that a reduction dropped are counted off."""
+    """Returns a local result as a part; its cut dim moves forward by the `dims` in front that a reduction dropped."""
     gone = local.dim() < part.dim()
     return part.with_local(local, part.dim_cut - gone * sum(d < part.dim_cut for d in dims))
 
 
 def over(*names: str, dims: Dims = named, along: Along | None = None) -> DimwiseRule:
-    """Registers operations on shares (`along` None: `Uncut`) and labels, by dims they run over; returns the rule."""
+    """Registers a `DimwiseRule` as rule and label rule of the ATen operations `names`, and returns it."""
     dimwise = DimwiseRule(dims, along)
     for name in names:
         RULES[name], LABELS[name] = dimwise.on_shares, dimwise.labels

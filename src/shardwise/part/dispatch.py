@@ -1,4 +1,4 @@
-"""Answer an operation on parts and sums: by its rule, by the operations that it is made of, or on gathered tensors."""
+"""Compute an ATen operation on parts and sums by its rule, by its decomposition, or on gathered tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shardwise.part.tensor import RULES, Part, facts, forget, in_backward, is_pa
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in
 
-_TURNS = frozenset({"t", "numpy_T"})  # of a matrix
+_TURNS = frozenset({"t", "numpy_T"})  # transposes of a matrix
+# operations whose result has the values of their input in the same order, transposed or not
 _SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "detach",
                          "alias", "clone"}  # fmt: skip
 
@@ -29,7 +30,7 @@ _SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns the result of an operation on parts and sums, by its rule, applied for the outermost of their axes.
 
-    Raises `Uncut` where it has none, and what it reads may not be gathered.
+    Raises `Uncut` if it has no rule and its inputs may not be gathered.
     """
     inputs = tensors_in((args, kwargs), Distributed)
     with answering(inputs):
@@ -86,7 +87,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
 
 
 def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether a write into a view of a share reaches the share: by one memory, or copied back."""
+    """Whether a write into `view` reaches the share `local`, by shared memory or because it is copied back."""
     return (isinstance(view, Distributed) and view.source is not None) or same_memory(view, local)
 
 
@@ -95,7 +96,7 @@ def _may_be_gathered(part: Part) -> bool:
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the result on gathered tensors, where parts may be gathered; else raises the `Uncut` in hand again."""
+    """Returns the result on gathered inputs if these may be gathered; else raises the `Uncut` being handled again."""
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
     # the forward ran on a whole tensor, so its backward does
@@ -126,7 +127,10 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
-    """Whether a backward of tiles has no rule, as its forward ran on a gathered field; the gathering is noted."""
+    """Whether `func` runs in backward and all its parts are tiles; if so, reports that each of them is gathered.
+
+    Called for an operation without a rule, whose forward therefore ran on a gathered field.
+    """
     if not in_backward() or not parts or any(part.axis.name not in SPACE for part in parts):
         return False
     for part in parts:
@@ -137,8 +141,8 @@ def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
 def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
     """Whether an operation is the backward of one that every rank did on whole tensors, and its gradient arrives cut.
 
-    Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
-    its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.
+    Such an operation (the resize of a learned position table, a transform of a gathered field) had no cut input in
+    forward, so that its backward expects a whole gradient. True for axes of positions alone.
     """
     # other axes have cuts that were derived with the backward in view: a cut gradient there means a missing rule
     if not func._schema.name.endswith("_backward") or not all(part.axis.positions for part in parts):

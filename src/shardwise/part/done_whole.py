@@ -1,15 +1,15 @@
-"""Operations on cut positions without a rule, and CTC, packing, recurrence: done whole, on every rank.
+"""Operations on cut positions that run on gathered tensors, on every rank: those without a rule, CTC, recurrence.
 
     ctc_loss               (T, B, C) gathered, the loss of each sequence on every rank; backward gathers again, and each
                            rank keeps its positions of the gradient
     pack_padded_sequence   (B, S, H) gathered; rows, and the recurrence over them, on every rank
-    any other without a    what it reads gathered, the operation on every rank, in backward too; a result of the shape
-    rule (`sort`, `topk`)  of what it reads is cut as that is
+    any other without a    its inputs gathered, the operation on every rank, in backward too; a result of the shape of
+    rule (`sort`, `topk`)  its first part is cut as that is
 
 Bytes received by a rank: (p-1)/p of the tensor, in forward; of `ctc_loss` as many in backward.
 
-What this does not do: operations that draw, or write into what is cut, and tiles of a field, which are gathered where a
-model asks.
+What this does not do: operations that draw random numbers or write into a part, and tiles of a field, which are
+gathered only where a model asks for it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 
 class Gathers:
-    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
+    """Switches for what may be gathered for an operation without a rule.
 
-    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
-    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
-    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
+    all        Whether any part may be: in a method called outside the model's forward, without gradients
+    on_gather  called with (operation, bytes) of each gathering in code that was not rehearsed (a script's own loss),
+               where parts over positions may be gathered; None while the modules themselves run
+    none       Whether no part may be, not even of sequences, since a rehearsal first tries cuts under which every
+               operation has a rule
     """
 
     on_gather: Callable[[str, int], None] | None = None
@@ -46,7 +48,7 @@ class Gathers:
 
 @contextmanager
 def by_rules(alone: bool = True) -> Iterator[None]:
-    """Context: operations without a rule are refused (`alone`), or done whole where what they read is a sequence."""
+    """Context in which operations without a rule raise `Uncut` if `alone`; else they run on gathered sequences."""
     before, Gathers.none = Gathers.none, alone
     try:
         yield
@@ -55,9 +57,9 @@ def by_rules(alone: bool = True) -> Iterator[None]:
 
 
 def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -> bool:
-    """Whether an operation without a rule may run on gathered tensors: its result is right on every rank.
+    """Whether an operation without a rule may run on gathered tensors, with the same result on every rank.
 
-    It draws nothing, and writes into nothing but what every rank has.
+    It may if all `parts` are of sequences, it draws no random numbers, and it writes into plain tensors alone.
     """
     draws = is_random(func)
     # drawn once on each rank, numbers would differ; `as_strided_` writes into memory that gathering copies
@@ -79,7 +81,7 @@ def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns an operation's results on gathered tensors; results of the first part's shape are cut as that part."""
     lead = parts_in((args, kwargs))[0]
     args, kwargs = on_whole_positions(func, args), on_whole_positions(func, kwargs)
-    if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told
+    if facts(func).name == "as_strided":  # reads by strides: the copy must lie in memory as the module sees it
         args = (torch.empty_strided(lead.shape, lead.stride(), dtype=lead.dtype, device=lead.device).copy_(args[0]),
                 *args[1:])  # fmt: skip
     output = func(*args, **kwargs)
@@ -91,7 +93,7 @@ def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
-    """Returns this rank's share of a whole tensor, cut as `lead` of the same shape is, over axes further in too."""
+    """Returns this rank's share of `whole`, cut as `lead` of the same shape, along its cut dim over inner axes too."""
     share, inner = lead.share(whole, lead.dim_cut).clone(), lead.local
     if isinstance(inner, Part) and inner.dim_cut == lead.dim_cut and not isinstance(share, Distributed):
         share = inner.with_local(inner.share(share, inner.dim_cut).clone())
@@ -99,9 +101,9 @@ def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
 
 
 def on_whole_positions(func: Any, args: Any) -> Any:
-    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is told of each. Collective.
+    """Returns `args` with parts over positions gathered; in forward each is reported to `GATHERS`. Collective.
 
-    Raises `Uncut` where a part is cut over an axis that cuts weights.
+    Raises `Uncut` if a part is cut over an axis that cuts weights. `func` is the operation, for its name.
     """
     parts: list[Part] = parts_in(args)
     # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)

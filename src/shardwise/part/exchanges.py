@@ -1,4 +1,4 @@
-"""Messages between the ranks that share a cut dim: `fetch`, its adjoint `give_back`, and what they are made of."""
+"""Exchanges of indices of a cut dim between its ranks: `fetch`, its adjoint `give_back`, halos, and their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAG = "activations"
 
 @lru_cache(REMEMBERED)
 def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
-    """Returns what each rank fetches for a result, dealt by `owners`, whose index j shows index `source[j]`."""
+    """Returns the ranges that each rank fetches for a result, dealt by `owners`, whose index j is index `source[j]`."""
     places = np.asarray(source, dtype=np.int64)
     return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
 
@@ -30,8 +30,8 @@ def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
 def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """Returns this rank's wanted indices of the cut dim, in order; an index outside the dim (-1, size) gives `fill`.
 
-    Collective. The result differs between ranks and is no part: an index may lie on several. Raises `Uncut` where an
-    axis further in cuts the dim too, and the part may not be gathered over it.
+    Collective. The result differs between ranks and is no part, because several ranks may fetch the same index. Raises
+    `Uncut` if an inner axis cuts the dim too and the part may not be gathered over that axis.
     """
     local = part.local
     if isinstance(local, Distributed):
@@ -69,9 +69,12 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
 
 
 def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
-    """Returns a part with, at its owner, the sum of all ranks' gradients of an index: `fetch`'s adjoint. Collective.
+    """Returns a part that holds, at its owner, the sum of all ranks' gradients of each index. Collective.
 
-    gradient   on each rank, of the shape that `fetch` gave it;  dim, owners, axis   how the result is cut
+    The adjoint of `fetch`.
+
+    gradient           on each rank, of the shape that `fetch` with `wanted` returned there
+    dim, owners, axis  how the returned part is cut
     """
     if isinstance(gradient, Distributed):
         inner = gradient.settled()
@@ -105,15 +108,15 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
 
 @dataclass(frozen=True)
 class _Way:
-    """The blocks that one rank sends and receives in a fetch."""
+    """What one rank sends and receives in a fetch. `found`: its wanted indices that lie inside the dim."""
 
-    send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
-    counts: tuple[int, ...]  # received from each rank
-    order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
-    inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
-    around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
-    wanted: int  # indices, those that do not exist among them
-    alone: bool  # no rank wants anything of another
+    send: tuple[np.ndarray, ...]  # to each rank: positions within this rank's share
+    counts: tuple[int, ...]  # indices received from each rank
+    order: np.ndarray | None  # (found,) positions in what is received, in wanted order; None: it arrives in that order
+    inside: np.ndarray | None  # (found,) positions among the wanted indices of those inside the dim; None: contiguous
+    around: tuple[int, int]  # wanted indices outside the dim, in front of and behind the others, if those are in order
+    wanted: int  # number of wanted indices, those outside the dim included
+    alone: bool  # whether no rank wants an index of another
 
 
 @lru_cache(REMEMBERED)
@@ -159,7 +162,7 @@ def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
 
 
 def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Returns indices in any order as ranges (start, stop)."""
+    """Returns indices, in the order given, as ranges (start, stop) of consecutive ones."""
     if not len(places):
         return ()
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
@@ -168,21 +171,23 @@ def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _in_a_row(places: np.ndarray) -> bool:
-    """Whether indices are consecutive, and at least one."""
+    """Whether indices ascend by one, and there is at least one."""
     return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
 
 
 def picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
-    """Returns a share's indices at these places along `dim`: a view where they lie in a row."""
+    """Returns the indices at positions `places` of `local` along `dim`; a view if the positions are consecutive."""
     if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
     return local.index_select(dim, to_device(places, local.device))
 
 
 class Passing:
-    """Blocks along `dim` under way between the ranks of an axis, `received` indices from each. Collective.
+    """An exchange under way of one block along `dim` between each two ranks of an axis. Collective.
 
-    alone   no rank has anything for another, so nothing is sent
+    blocks    what this rank has for each rank, itself included;  shape  of a block, its size along `dim` ignored
+    received  number of indices along `dim` that arrive from each rank
+    alone     Whether no rank has anything for another, so that nothing is sent
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class Passing:
         self.coming = None if alone else _Exchange(others, self.sizes, axis)
 
     def pieces(self) -> list[torch.Tensor]:
-        """Returns the block that came from each rank, in rank order; its own is the one it passed in. Waits."""
+        """Waits; returns the block that came from each rank, in rank order, for this rank the one that it passed in."""
         flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
         pieces[self.me] = self.mine
@@ -206,7 +211,7 @@ class Passing:
 
 
 class _Exchange:
-    """An all-to-all under way: one block to each rank, flat. Collective."""
+    """An all-to-all under way of one flattened block to each rank. `received`: elements from each rank. Collective."""
 
     def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
         self.kind = blocks[0].dtype
@@ -221,7 +226,7 @@ class _Exchange:
         self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Returns the received elements, 1-d, one sender after another; waits for them."""
+        """Waits; returns the received elements, 1-d, in the order of the ranks that sent them."""
         self.pending.wait()
         del self.sent
         # undoes what was done for sending: complex as pairs, bool as bytes, integers that are not sent as wider ones
@@ -238,13 +243,14 @@ def _elements(shape: list[int], without: int) -> int:
 
 
 def with_size(shape: list[int], dim: int, size: int) -> list[int]:
+    """Returns `shape` with `size` along `dim`."""
     return [size if d == dim else n for d, n in enumerate(shape)]
 
 
 class Halo:
-    """Messages under way with the indices in front of a rank's own ones of a cut dim and behind them. Collective.
+    """An exchange under way of the halo, the indices of a cut dim in front of and behind a rank's own. Collective.
 
-    wanted   of each rank one range that meets its own indices, which lie in the order of ranks (`has_halos`)
+    wanted  each rank's one range, which overlaps its own indices; ranks own blocks in rank order (`has_halos`)
     """
 
     def __init__(self, part: Part, wanted: Wanted):
@@ -255,7 +261,7 @@ class Halo:
         self.passing = Passing(blocks, self.shape, dim, self.way.counts, axis, self.way.alone)
 
     def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the indices (in front, behind), zeros outside the dim; None where no other rank has any of it."""
+        """Waits; returns the halo (in front, behind), zeros outside the dim; None for a side that no rank has."""
         pieces, (before, after) = self.passing.pieces(), self.way.around
         mine = pieces[self.me]
         front, behind = pieces[: self.me], pieces[self.me + 1 :]
@@ -272,9 +278,10 @@ class Halo:
 
 
 class HaloBack:
-    """Messages under way with gradients of a halo to the owners of its indices: the adjoint of `Halo`. Collective.
+    """An exchange under way of a halo's gradients to the owners of its indices, the adjoint of `Halo`. Collective.
 
-    front, behind   as `Halo` gave them;  like   this rank's gradient of its own indices: its shape and dtype count
+    front, behind  gradients of what `Halo.wait` returned;  wanted  as given to `Halo`
+    like           a part cut as the halo's tensor, of which only the cut, shape and dtype are read
     """
 
     def __init__(self, front: torch.Tensor | None, behind: torch.Tensor | None, like: Part, wanted: Wanted):
@@ -293,7 +300,7 @@ class HaloBack:
         self.me, self.passing = me, Passing(blocks, shape, dim, sizes, axis, self.way.alone)
 
     def add_into(self, local: torch.Tensor) -> None:
-        """Adds the other ranks' gradients to this rank's one of its own indices, in place. Waits."""
+        """Waits; adds the gradients that other ranks sent to `local`, this rank's gradient of its own indices."""
         for rank, (piece, places) in enumerate(zip(self.passing.pieces(), self.way.send, strict=True)):
             if rank != self.me and len(places):
                 local.narrow(self.dim, int(places[0]), len(places)).add_(piece)
@@ -301,7 +308,7 @@ class HaloBack:
 
 @lru_cache(REMEMBERED)
 def has_halos(owners: Owners, wanted: Wanted) -> bool:
-    """Whether each rank wants one range, which overlaps its own indices, and ranks own contiguous blocks in order."""
+    """Whether each rank wants one range that overlaps its own indices, and ranks own blocks in rank order."""
     for rank, mine in enumerate(wanted):
         first, count = owners.span(rank) or (0, 0)
         if len(mine) != 1 or not count or mine[0][0] >= first + count or mine[0][1] <= first:

@@ -22,7 +22,7 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part, tell
 
 
 def gather(part: Part) -> torch.Tensor:
-    """Returns the whole tensor, to be read alone; where `may_gather`, the same object as the last time. Collective."""
+    """Returns the whole tensor, which must not be written; the last result is cached if `may_gather`. Collective."""
     # remembered for soft parts alone, which several products read in turn: queries, keys, values. Tables cost no
     # message, and the key below does not tell how a part is cut over axes further in
     if not part.may_gather or part.recipe is not None or isinstance(part.local, Distributed):
@@ -70,15 +70,15 @@ def gathered(part: Part) -> torch.Tensor:
 
 
 def gathered_told(part: Part, what: str) -> torch.Tensor:
-    """Returns `gathered(part)`, of which `tensor.GATHERS` (listeners) are told; `what` is for people. Collective."""
+    """Reports to the listeners in `tensor.GATHERS` that `what` is gathered; returns `gathered(part)`. Collective."""
     tell(what, part)
     return gathered(part)
 
 
 def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = False) -> torch.Tensor:
-    """Returns a share with `dim` in front, in memory order, padded to the longest rank's length.
+    """Returns a share contiguous, with `dim` as its first dim, padded to the length of the longest share.
 
-    repeat  what is added is the last index again, whose values stand for those of other ranks
+    repeat  Whether to pad with its last index, not zeros, so that in a rehearsal values stand for other ranks'
     """
     most, front = max(owners.counts), share.movedim(dim, 0)
     if front.shape[0] == most:
@@ -91,7 +91,7 @@ def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = Fal
 
 
 def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
-    """Returns the tensor whole along `dim` from all ranks' rows (`rows_of`), put end to end in `table`."""
+    """Returns the tensor whole along `dim` from `table`, the concatenation of all ranks' `rows_of`."""
     most = max(owners.counts)
     if any(count != most for count in owners.counts):  # rows that `rows_of` added
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
@@ -101,9 +101,10 @@ def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in memory order, with the strides that go with it even where a dim has one index.
+    """Returns the tensor contiguous, with the standard strides even along dims of size one.
 
-    `contiguous` leaves the stride of such a dim as it is. Ranks with one index and with several would go other ways.
+    `contiguous` leaves the stride of such a dim as it is, and operations choose by strides whether to view or copy, so
+    ranks with one index would run other operations than ranks with several.
     """
     tensor, strides = tensor.contiguous(), strides_in_order(tensor.shape)
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
@@ -115,7 +116,7 @@ def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> to
 
 
 class Scatter:
-    """A reduce-scatter under way, of which each rank keeps its share along `dim`. Collective."""
+    """A reduce-scatter under way of `local`, whose sum each rank keeps its share of along `dim`. Collective."""
 
     def __init__(self, local: torch.Tensor, dim: int, owners: Owners, axis: Axis):
         self.dim, self.owners, self.axis = dim, owners, axis
@@ -130,7 +131,7 @@ class Scatter:
 
 
 def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Returns the rows that each rank owns, rank after rank, in blocks padded to one size."""
+    """Returns `front` (n, ...) as one block for each rank, in rank order, padded with zeros to the longest one."""
     most = max(owners.counts)
     if owners.order is None and all(count == most for count in owners.counts):
         return front.contiguous()
@@ -149,11 +150,11 @@ class GatheredView:
 
     @property
     def moved(self) -> bool:
-        """Whether the part was written into since it was gathered last."""
+        """Whether the part was written since it was last gathered."""
         return self.part._version != self.version
 
     def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
-        """Returns the `GatheredView` of a view, by this function, of the gathered copy."""
+        """Returns the `GatheredView` of the same part that applies `view` to this view."""
         return GatheredView(self.part, lambda whole: view(self.view(whole)))
 
     def whole(self) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""In a rehearsal on values, keep the whole tensor of one process beside a rank's share, for what Python reads.
+"""In a rehearsal with values, keep the unsharded tensor beside a rank's share, for what Python reads.
 
-A rehearsal sends nothing, so a number that is reduced over ranks is that of one share: `mask.all()` is true where the
-padding lies on another rank, and a module that branches on it goes another way than in a run. So tensors of a batch,
-and what follows from them without weights, keep the whole tensor beside the share; what leaves a rule whole, or as a
-number in Python, is taken from there.
+A rehearsal sends nothing, so a number that a run reduces over ranks is that of one share. For example `mask.all()` is
+true if the padding lies on another rank, and a module that branches on it takes another branch than in a run. So
+tensors of a batch, and what is computed of them without weights, keep the unsharded tensor beside the share; a result
+that leaves a rule as a plain tensor or a Python number is taken from there.
 
     ids (B, S), a rank's share     ids != 0   .all()     what this rank alone would say
     known: ids (B, S)              ids != 0   .all()     what Python is told
 
-What this does not do: follow what weights were read for; its reductions are those of one share.
+What this does not do: follow what is computed with weights, whose reductions stay those of one share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST = 1 << 24  # elements that are computed whole beside a share
 
 
 def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
-    """Keeps, in a rehearsal that knows the values of the whole tensor, these beside this rank's share of a batch."""
+    """Stores a copy of `whole` in `tensor.whole_values`, in a rehearsal, if its values are known and it is small."""
     values = _values(whole)
     if tensor.axis.rehearsal is not None and values is not None and values.numel() <= MOST:
         with _disable_current_modes():
@@ -38,14 +38,14 @@ def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a plain tensor, or the known values of a fake one; None where it has no values."""
+    """Returns a plain tensor itself, of a fake one the values known for it; None if it has no values."""
     if isinstance(tensor, FakeTensor):
         return shadow(tensor)
     return tensor if has_values(tensor) else None
 
 
 def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], answer: Callable[[], Any]) -> Any:
-    """Returns the result of the rule `answer`, with one process's values beside it where all inputs have them."""
+    """Runs the rule `answer()`; returns its result, with unsharded values attached if all `inputs` have them."""
     whole = _of_whole(func, args, kwargs, inputs)
     output = answer()
     if whole is None:
@@ -60,7 +60,7 @@ def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns the operation run on whole tensors; None where an input has no known values, is a weight, or it draws."""
+    """Returns the result on unsharded values; None if an input's are not known, is a weight, or `func` is random."""
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
     if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None
@@ -79,7 +79,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
 
 
 def _with_whole_values(output: Any, whole: Any) -> Any:
-    """Returns a result with its whole values beside it: a number or a plain tensor is replaced by them."""
+    """Returns `output` with `whole` in `whole_values`; a number or a plain tensor is replaced by `whole`."""
     # a number in Python (`.item()`) is answered by one process's value
     if not isinstance(output, torch.Tensor):
         return whole

@@ -38,20 +38,24 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class Merged:
-    """A dim of a view that merges several of a parameter's: its outermost `dim`, each index `repeat` times."""
+    """A dim of a view that merges several of a parameter's dims: the outermost, each of its indices `repeat` times."""
 
     dim: int
     repeat: int
 
 
 def base(entry: int | Merged) -> int:
-    """Returns the parameter's dim that a view's dim (`entry`) is; of several merged ones the outermost, to be cut."""
+    """Returns the parameter's dim for a view's dim `entry`; of merged dims the outermost, which may be cut."""
     return entry.dim if isinstance(entry, Merged) else entry
 
 
 @dataclass(frozen=True)
 class Use:
-    """One product with a parameter (or look-up in it): summed over its dim `inner`, with results along `outer`."""
+    """One product, look-up or convolution with the parameter `name`, in the submodule of path `module`.
+
+    inner  the parameter's dim that is summed over (of an embedding the one that is indexed)
+    outer  the parameter's dim that the result has
+    """
 
     name: str
     kind: str  # "product" | "rows" (an embedding) | "channels"
@@ -62,7 +66,7 @@ class Use:
 
 @dataclass
 class WeightLabels:
-    """Which indices of weights must lie on one rank, from one forward: those of one class.
+    """Classes of indices of weights, from one forward; indices of one class must lie on one rank.
 
     classes  (parameter, dim) -> (size,) the class of each index; those of class 0 must be on every rank
     """
@@ -74,10 +78,10 @@ class WeightLabels:
 
 
 class Axes(TorchDispatchMode):
-    """Mode that labels each index of weights and unites labels that an operation needs on one rank, by `LABELS`.
+    """Mode that labels each index of weights and unites the labels that an operation needs on one rank, by `LABELS`.
 
-    named    the parameters, by name;  whole  names of those that the plan keeps whole, and whose users may be cut
-    in_loss  the model has returned: what runs now is the loss
+    named    name -> parameter;  whole  names of those that the plan keeps whole; activations beside them may be cut
+    in_loss  whether the model has returned, so that the loss runs
     """
 
     def __init__(self, named: dict[str, torch.Tensor], whole: Collection[str] = ()):
@@ -88,7 +92,7 @@ class Axes(TorchDispatchMode):
         self.uses: list[Use] = []
         self.because: dict[int, str] = {}  # label -> the operation that united it with WHOLE
         self.in_loss = False
-        self.modules: list[str] = []
+        self.modules: list[str] = []  # paths of the modules that run, the innermost last
         self.frozen = whole
         self.named = [(name, tensor, storage_key(tensor)) for name, tensor in named.items()]
         self.written: set[str] = set()
@@ -104,7 +108,7 @@ class Axes(TorchDispatchMode):
     # --- what rules use ---
 
     def unite(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Note that the labels at the same places of two arrays (broadcast) must lie on one rank."""
+        """Records that labels at the same position of `a` and `b`, broadcast to one shape, must lie on one rank."""
         a, b = np.broadcast_arrays(a, b)
         a, b = a.ravel(), b.ravel()
         # most labels that meet are equal already, and an edge between these would say nothing
@@ -113,12 +117,12 @@ class Axes(TorchDispatchMode):
             self.edges.append((a[differ], b[differ]))
 
     def vector(self, name: str, entry: int | Merged) -> np.ndarray:
-        """Returns the labels along a dim of a parameter, or along the merged dim of a view."""
+        """Returns (size,) the labels along dim `entry` of parameter `name`, or along the merged dim of a view."""
         labels = self.seeds[name, base(entry)]
         return np.repeat(labels, entry.repeat) if isinstance(entry, Merged) else labels
 
     def unite_along(self, labels: np.ndarray, dims: Any) -> np.ndarray:
-        """Note that all labels along these dims must lie on one rank; returns the labels with size one there."""
+        """Records that all labels along these dims must lie on one rank; returns the labels with size one there."""
         for dim in dims:
             first = np.take(labels, [0], axis=dim)
             self.unite(first, labels)
@@ -126,7 +130,7 @@ class Axes(TorchDispatchMode):
         return labels
 
     def keep_whole(self, labels: np.ndarray, reason: str) -> None:
-        """Note that every rank must hold all indices with these labels, and why."""
+        """Records that every rank must hold all indices with these labels; `reason` is part of a message."""
         where = f" in '{self.modules[-1]}'" if self.modules and self.modules[-1] else ""
         # one of them is enough: they are united below, and `result` looks the reason up for the whole class
         for label in np.unique(labels)[:1]:
@@ -134,7 +138,10 @@ class Axes(TorchDispatchMode):
         self.unite(np.array([WHOLE]), labels)
 
     def labels(self, tensor: Any) -> np.ndarray | None:
-        """Returns labels that broadcast to a tensor's shape, or None; a weight of several long dims is kept whole."""
+        """Returns an array of labels that broadcasts to the tensor's shape; None if it has none.
+
+        A weight with several dims longer than one, which no label rule handles as a weight, is kept whole (None).
+        """
         if not isinstance(tensor, torch.Tensor):
             return None
         labels = getattr(tensor, "_axis_labels", None)
@@ -159,12 +166,12 @@ class Axes(TorchDispatchMode):
         return None
 
     def chosen(self, labels: np.ndarray, dim: int) -> None:
-        """Note that one index of `dim` was selected: labels that vary along that dim alone are kept whole."""
+        """Keeps whole the labels of a tensor of which one index of `dim` was selected, if they vary along it alone."""
         if all(size == 1 for d, size in enumerate(labels.shape) if d != dim):
             self.keep_whole(labels, "one of its indices is taken alone")
 
     def give(self, tensor: Any, labels: np.ndarray | None) -> None:
-        """Set the labels of an operation's result; None, or labels that are all alike, give it none."""
+        """Sets the labels of an operation's result `tensor`; None, or an array of one label, sets none."""
         if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
             tensor._axis_labels = labels
 
@@ -186,7 +193,7 @@ class Axes(TorchDispatchMode):
         return output
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, tensors: list, output: Any) -> None:
-        """Labels an operation's output by its rule; inputs whose labels no rule carries on are kept whole."""
+        """Labels an operation's output by its label rule; without one, or if that returns False, keeps inputs whole."""
         name = func._schema.name.partition("::")[2]
         rule = LABELS.get(name)
         by_tag = torch.Tag.pointwise in func.tags or draws_each(func)
@@ -202,7 +209,7 @@ class Axes(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module, *, gradients: bool = False) -> Iterator[None]:
-        """Context: follow labels through a forward and a loss; `gradients`: autograd is on."""
+        """Context that carries labels through a forward of `module` and its loss; `gradients`: with autograd on."""
         handles = []
         self.in_loss = False
         for path, child in module.named_modules():
@@ -243,12 +250,15 @@ class Axes(TorchDispatchMode):
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
-    """Returns (parameter's name, its dim at each of the tensor's dims) for a parameter or a view of one, else None."""
+    """Returns (name, dims) of a parameter or a view of one, else None.
+
+    dims  for each of the tensor's dims the parameter's dim, a `Merged`, or None if it is no dim of the parameter
+    """
     return getattr(tensor, "_axes_of", None)
 
 
 def components(count: int, edges: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Returns, for each label, the smallest label that it is connected with."""
+    """Returns (count,) the smallest label that each label is connected with by `edges`, pairs of label arrays."""
     root = np.arange(count)
     if not edges:
         return root
@@ -276,8 +286,8 @@ LABELS: dict[str, LabelRule] = {}  # name of an ATen operation -> how it carries
 def label(*names: str) -> Callable[[LabelRule], LabelRule]:
     """Returns a decorator that registers a function as the label rule of these ATen operations.
 
-    The function labels the operation's results and returns True; False where it cannot: then every rank has to hold
-    the labelled inputs whole (`keep_whole`), and no weight is cut along what they carry.
+    The function labels the operation's results and returns True. If it cannot, it returns False; then every rank has
+    to hold the labelled inputs whole (`keep_whole`), and no weight is cut along the indices that have these labels.
     """
 
     def register(function: LabelRule) -> LabelRule:
@@ -289,7 +299,7 @@ def label(*names: str) -> Callable[[LabelRule], LabelRule]:
 
 
 def is_free(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or made of parameters alone: it can be whole beside anything."""
+    """Whether a tensor is a parameter or computed of parameters alone, so that it may be whole beside cut ones."""
     return param_of(tensor) is not None or getattr(tensor, "_axes_free", False)
 
 
@@ -326,7 +336,10 @@ def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 
 def _dims_after(func: Any, args: tuple, kwargs: dict) -> list[list[int]] | None:
-    """Returns, for each view that `func` gives, the input dim that each of its dims is; None for a part of a dim."""
+    """Returns, for each result of the view `func`, the input dim of each of its dims.
+
+    None if a result has a dim that was merged, split or shortened.
+    """
     shape = args[0].shape
     strides = [math.prod(max(n, 2) for n in shape[d + 1 :]) for d in range(len(shape))]  # by which a dim is known again
     with _disable_current_modes():

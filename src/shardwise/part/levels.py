@@ -1,7 +1,7 @@
 """`Distributed`, the base of `Part` and `Sum`; the axis for which a rule is applied, the outermost first.
 
-An operation may meet tensors distributed over several axes. It is answered for the outermost of them first, by a rule
-that knows of no other axis: to it, a tensor that is distributed over axes further in alone is a plain one.
+An operation may get tensors that are distributed over several axes. It is answered for the outermost of them first, by
+a rule that knows no other axis and treats a tensor that is distributed over inner axes alone as a plain one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ViewOf:
     """The base of a view that is materialised as a copy: one index of a cut dim, which its owner alone has.
 
     of      the tensor that is viewed
-    put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
-    again   makes the view from the total of `of`, where neither of the two sums is reduced yet
+    put     writes the whole copy back into this rank's share of `of`; None if it has no share, or they share memory
+    again   recreates the view from the total of `of`; set if the view was taken while both sums were unreduced
     """
 
     of: Distributed
@@ -36,11 +36,11 @@ class Distributed(torch.Tensor):
 
     local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
     axis: Axis
-    source: ViewOf | None = None  # of a copy: what is written into it is written there too
-    recipe: tuple[Any, int] | None = None  # of a table of positions: how it is made, and the version of its memory
-    summed: bool = False  # what ranks hold is a summand
-    deals: bool = False  # ranges of as many numbers as its cut dim has are dealt alike
-    whole_values: torch.Tensor | None = None  # in a rehearsal on values: of one process, where the batch gives them
+    source: ViewOf | None = None  # of a view that is a copy: its base, to which writes are copied back
+    recipe: tuple[Any, int] | None = None  # of a table of positions: (`TableRecipe`, `_version` when it was made)
+    summed: bool = False  # whether each rank holds a summand
+    deals: bool = False  # whether a range (`arange`) as long as its cut dim is cut like it
+    whole_values: torch.Tensor | None = None  # in a rehearsal with values: the unsharded tensor, if it is known
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
@@ -50,7 +50,7 @@ class Distributed(torch.Tensor):
         return self.local
 
     def settled(self) -> torch.Tensor:
-        """Returns the tensor, reduced where it is a sum over its axis. Collective."""
+        """Returns a part itself, of a sum its total over ranks. Collective."""
         return self
 
     def settled_local(self) -> torch.Tensor:
@@ -58,12 +58,12 @@ class Distributed(torch.Tensor):
         return self.local
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns `local` as a tensor over the same axis: of a part a share along the same dim, of a sum a summand."""
+        """Returns a tensor over the same axis with this `local`, for a part its share, for a sum its summand."""
         raise NotImplementedError
 
 
 def has_cut_positions(tensor: Any) -> bool:
-    """Returns whether an axis of positions cuts a tensor. Reduces no sum: ranks may ask at different times."""
+    """Whether an axis of positions cuts a tensor. Reduces no sum, since ranks may ask at different times."""
     while isinstance(tensor, Distributed):
         if tensor.axis.positions:
             return True
@@ -86,7 +86,7 @@ def answered(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def written_back(tensor: Distributed) -> None:
-    """Copies back what was written into a view that is a copy (`source`), into the tensor that it is a view of."""
+    """Copies a written view that is a copy back into its base (`source`), and so on if that is such a view too."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())
@@ -94,16 +94,16 @@ def written_back(tensor: Distributed) -> None:
 
 
 class _State(threading.local):
-    """The axis whose rule runs in this thread: backward may run in threads of its own."""
+    """The axis whose rule runs in this thread; thread-local, since backward may run in threads of its own."""
 
-    depth: int | None = None
+    depth: int | None = None  # `Axis.depth`; None: no rule runs
 
 
 _STATE = _State()
 
 
 def here(tensor: Distributed) -> bool:
-    """Returns whether a tensor is distributed over the axis of the running rule; outside of rules, always True."""
+    """Whether a tensor is distributed over the axis of the running rule; outside of rules, always True."""
     return _STATE.depth is None or tensor.axis.depth == _STATE.depth
 
 
@@ -111,7 +111,7 @@ _depth = attrgetter("axis.depth")
 
 
 class answering:
-    """Context: rules are applied for the outermost axis over which one of the tensors is distributed."""
+    """Context in which rules are applied for the outermost axis over which one of `tensors` is distributed."""
 
     __slots__ = ("before", "depth")
 

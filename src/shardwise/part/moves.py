@@ -1,4 +1,4 @@
-"""Move the indices of a cut dim between ranks: `recut`, `fetch` and their adjoints, of which all else is made.
+"""Move the indices of a cut dim between ranks: `recut`, `reowned`, and `moved`, which is differentiable.
 
     recut   from a cut along one dim to a cut along another, over one axis: an all-to-all
               rank 0  (S/2, H)  ->  (S, H/2)          (Ulysses: positions to heads and back)
@@ -8,7 +8,7 @@
     give_back   the adjoint of fetch: what each rank has at the indices it wanted, added up at their owners
 
 Bytes on the wire, received by each rank: recut (p-1)/p of its share; fetch what it wants and does not own.
-What each rank sends to whom is computed from owners and wishes alone, on every rank alike: no sizes are exchanged.
+What each rank sends to whom is computed from owners and wanted indices, alike on every rank; no sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.part.tensor import Part, is_part
 
 
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
-    """Returns the tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
+    """Returns the part cut along `dim` instead, dealt by `owners`. Collective; not differentiable (see `moved`).
 
-    Raises `Uncut` where an axis further in cuts the dim that is cut now, firmly, and `inside` is not given.
+    Raises `Uncut` if an inner axis cuts the present cut dim too, may not be gathered, and `inside` is None.
 
-    inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
+    inside  owners, over an inner axis that cuts the present cut dim, of all of that dim in the result; None: unknown
     """
     # the same dim, dealt otherwise: less to send
     if dim == part.dim_cut:
@@ -61,11 +61,11 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 
 
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
-    """Returns `recut` of a part whose local tensor is a distributed one too; raises `Uncut` where it cannot be cut so.
+    """Returns `recut` of a part whose local tensor is distributed too; raises `Uncut` as that does.
 
-    Each rank of the inner axis exchanges its own indices. An inner cut of the dim cut now is gathered, if it may be.
+    Each rank of the inner axis exchanges its own indices. An inner cut of the present cut dim is gathered if it may be.
 
-    inside  owners of the inner cut in the result; None where nobody says
+    inside  as of `recut`
     """
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather and inside is None:
@@ -87,15 +87,15 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
 
 
 def _among(owners: Owners, indices: np.ndarray) -> Owners:
-    """Returns the owners of these indices alone, in this order."""
+    """Returns the `Owners` of the dim that `indices` select, in this order."""
     return Owners.of(owners.array[indices], owners.ranks)
 
 
 def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
-    """Returns the tensor cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
+    """Returns the part cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
-    group  indices that an axis further in, which cuts the dim too, keeps together
-    Raises `Uncut` where `owners` are of another size.
+    group  consecutive indices that stay on one rank of an inner axis that cuts the dim too
+    Raises `Uncut` if `owners` are of another size.
     """
     if owners == part.owners:
         return part
@@ -111,10 +111,10 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
 
 
 def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
-    """Returns the part cut along `dim` as `lead` is: itself, or, of positions, moved between ranks.
+    """Returns the part cut along `dim` with the owners of `lead`, moved between ranks if it lies otherwise.
 
-    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions, or the dim's sizes
-    differ; `what` names, for people, the operation that reads both.
+    Collective in that case; not differentiable. Raises `Uncut` if it would have to be moved and the cut is not of
+    positions, or the dim's sizes differ. `what`: the operation that reads both, for the message.
     """
     if part.dim_cut == dim and part.beside(lead):
         return part
@@ -126,13 +126,13 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
 def share_as(tensor: torch.Tensor, lead: Part, dim: int, what: Any = "an operation") -> torch.Tensor:
     """Returns this rank's share along `dim` of a tensor, whole or cut over the rule's axis, dealt as `lead` is.
 
-    Collective where it is dealt otherwise; `Uncut` as of `dealt_as`, in which `what` names the reader.
+    Collective if it is cut otherwise; `Uncut` and `what` as of `dealt_as`.
     """
     return dealt_as(tensor, lead, dim, str(what)).local if is_part(tensor) else lead.share(tensor, dim)
 
 
 def whole_inside(part: Part) -> Part:
-    """Returns the part, gathered over axes of positions further in that cut its cut dim too. Collective."""
+    """Returns the part gathered over the inner axes of positions that cut its cut dim too. Collective."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return whole_inside(part.with_local(gathered(inner)))
@@ -140,7 +140,10 @@ def whole_inside(part: Part) -> Part:
 
 
 def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
-    """Returns a gradient gathered over inner axes that cut one of `dims`, but for the tensor's own axes, `within`."""
+    """Returns a gradient gathered over inner axes that cut one of `dims`, except the axes named in `within`.
+
+    within  axes over which the tensor itself is cut
+    """
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return part
@@ -156,9 +159,9 @@ def _axes_inside(part: Part) -> list[str]:
 
 
 def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part:
-    """Returns `reowned` of a dim that an inner axis cuts too: gathered over that, moved, and cut in blocks again.
+    """Returns `reowned` of a dim that the axis of `inner` cuts too: gathered over it, moved, cut in blocks again.
 
-    The inner ranks' indices differ between the ranks of this axis, and a rank knows its own alone.
+    It is gathered since inner ranks' indices differ between the ranks of this axis, and a rank knows its own alone.
     """
     outer = reowned(part.with_local(gathered(inner)), owners)
     # the length on this rank has changed, so ranks further in are dealt new blocks of it
@@ -205,7 +208,7 @@ class _Moved(torch.autograd.Function):
 
 
 def owners_inside(part: Part, dim: int) -> Owners | None:
-    """Returns the owners of a dim over the axis further in that cuts it; None where none does."""
+    """Returns the owners of `dim` over the inner axis that cuts it; None if none does."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return None
@@ -225,7 +228,7 @@ def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
 
 
 def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """Returns a gradient cut by these layers. Collective where it is a sum or cut otherwise."""
+    """Returns a gradient cut over these layers, outermost first. Collective if it is a sum or cut otherwise."""
     if not layers:
         return gradient
     (dim, owners, axis), *rest = layers
@@ -244,7 +247,7 @@ def moved(
 
 
 def from_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns what a tensor holds from `axis` inwards (outer axes peeled off), reduced if it is a sum over `axis`."""
+    """Returns the local tensor inside the axes further out than `axis`, reduced if it is a sum over `axis`."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor
@@ -258,9 +261,9 @@ def replaced_from_axis(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
 
 
 def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Returns this rank's share over `axis` of any tensor. Collective where that is a sum or cut otherwise.
+    """Returns this rank's share along `dim`, by `owners` over `axis`. Collective if it is a sum or cut otherwise.
 
-    Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
+    Over axes further out the result is distributed as the tensor is; the share of a sum is a sum of shares.
     """
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))

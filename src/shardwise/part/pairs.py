@@ -1,11 +1,11 @@
-"""Complex parameters held as real ones of pairs, which their module reads as complex numbers.
+"""Complex parameters stored as real tensors of (real, imaginary) pairs, which their module reads as complex ones.
 
     the module's own    weight: (in, out, modes) complex64
     held                weight: (in, out, modes, 2) float32, trained, sharded, cut and sent like any other
     self.weight         `view_as_complex` of it, on the same memory, under its own name
 
-Gradients need no rule: that of a complex number is made of those of its two parts. Outside of the module (optimizers,
-state dicts, checkpoints) a tensor of pairs is seen as the complex one that it is (`as_complex`).
+Gradients need no rule, since that of a complex number consists of those of its two parts. Outside of the module
+(optimizers, state dicts, checkpoints) pairs are converted to the complex tensor (`as_complex`).
 
 What this does not do: show complex numbers to code in the forward that takes parameters past their attributes, as by
 `parameters()`. Such code is refused (`attributes_alone`).
@@ -30,24 +30,24 @@ from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
 from shardwise.trace.stand_in import exchange
 
-_PAIRS = "_read_as_complex"  # on a module: its parameters that are pairs
+_PAIRS = "_read_as_complex"  # attribute of a module: names of its own parameters that are pairs
 _CLASSES: dict[type, type] = {}
 
 
 def as_pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complex tensor as a real one with a last dim of 2, on the same memory; a real one as it is."""
+    """Returns a complex tensor as a real one with a last dim of 2, on the same memory; a real tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """Returns a real tensor with a last dim of 2 as a complex one, on the same memory where it may lie so."""
+    """Returns a real tensor (..., 2) as a complex one (...), on the same memory if strides and offset allow that."""
     if pairs.storage_offset() % 2 or any(stride % 2 for stride in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
         pairs = pairs.clone(memory_format=torch.contiguous_format)
     return torch.view_as_complex(pairs)
 
 
 def hold_pairs(module: nn.Module) -> frozenset[str]:
-    """Replaces every complex parameter by a real one of pairs; returns the names of those that are pairs now."""
+    """Replaces every complex parameter of `module` by a real one of pairs; returns their names (`pairs_in`)."""
     made: dict[int, nn.Parameter] = {}
     originals = list(module.parameters())  # else an id might be given again
     for child in module.modules():
@@ -71,7 +71,7 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
 
 
 def pairs_in(module: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters that a module holds as pairs and reads as complex numbers."""
+    """Returns the qualified names of the parameters that a module stores as pairs and reads as complex numbers."""
     ids = {
         id(child._parameters[leaf])
         for child in module.modules()
@@ -82,7 +82,7 @@ def pairs_in(module: nn.Module) -> frozenset[str]:
 
 
 def shapes_outside(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """Returns name -> (shape, whether complex) of each parameter, as the module's author knows it."""
+    """Returns name -> (shape, whether complex) of each parameter as before `hold_pairs`."""
     pairs = pairs_in(module)
     return {
         name: (param.shape[:-1], True) if name in pairs else (param.shape, param.is_complex())
@@ -101,7 +101,7 @@ def _read(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _asked_by_fsdp() -> bool:
-    """Whether FSDP2's code reads a parameter: it takes what it reads for its own shard, so pairs stay real."""
+    """Whether the caller that reads a parameter is FSDP2's code, which needs the real pairs that it sharded."""
     frame: FrameType | None = sys._getframe(2)  # past `__getattr__`
     for _ in range(3):  # and past a reader of `part.parameters`
         if frame is None or frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
@@ -136,15 +136,15 @@ def _reading_complex(kind: type) -> type:
 
 
 def attributes_alone(module: nn.Module) -> AbstractContextManager[Any]:
-    """Returns a context that refuses forwards which read a complex parameter past its attribute, where it is pairs.
+    """Returns a context that refuses a forward which uses the pairs of a complex parameter past its attribute.
 
-    It is to be the last function mode that is entered, since by whom a function is called is asked of the stack.
+    Enter it after all other function modes, since it looks for the caller in the frame next to its own.
     """
     return _RawPairs(module) if pairs_in(module) else nullcontext()
 
 
 class _RawPairs(TorchFunctionMode):
-    """While entered, raises `RefusedPlan` where a module's code takes pairs, past its attribute, for its parameter."""
+    """Mode that raises `RefusedPlan` if a module's code passes pairs, taken past the attribute, to a torch function."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -168,7 +168,7 @@ class _RawPairs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_ALIKE = frozenset((  # of pairs and of complex numbers
+_ALIKE = frozenset((  # functions that answer alike for pairs and for complex numbers
     torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__,
     torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__, torch.Tensor.layout.__get__,
     torch.Tensor.register_hook, torch.Tensor.data_ptr,

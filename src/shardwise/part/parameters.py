@@ -1,16 +1,16 @@
 """A module's parameters as its code reads them: `self.weight` gives a `Part` of the whole weight.
 
 The parameter itself is this rank's share, a plain tensor, so that data parallelism, recompute and the optimizer need
-to know nothing. What its gradient is, however activations are cut, is settled where it was read:
+to know nothing. The read is an operation of autograd whose backward makes the gradient, however activations are cut:
 
-    over an axis that cuts weights        the share, or whole
+    over an axis that cuts weights        the gradient of the share, or of the whole weight if it is not cut
     over an axis that cuts activations    this rank's summand; sums over ranks are taken once, with those of a step
 
-A weight that is only *kept* in shares reads as the whole weight, gathered anew. Inside a transform of `torch.func` a
-weight is read as before it: what is settled about its gradient lies outside of the transform.
+A weight that is only *kept* in shares reads as the whole weight, gathered at each read. Inside a transform of
+`torch.func` a weight is read as if before the transform, so that this backward lies outside of it.
 
-A module that treats rows apart (experts) may be given one rank's rows as plain tensors (`own_rows`): gradients of
-weights that are read there are summands over the sequence's ranks as they come.
+A module that treats tokens independently (experts) may run on this rank's tokens as plain tensors (`own_rows`); the
+gradients of weights that are read there are summands over the sequence's ranks already.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from shardwise.trace.own_calls import by_a_module
 
 
 class _Own(threading.local):
-    """The switches of this thread: backward, which may compute a block again, runs in threads of its own."""
+    """Switches of this thread; thread-local, because backward, which recomputes blocks, runs in threads of its own."""
 
-    axes: tuple[Axis, ...] = ()  # of `own_rows`
-    ahead: bool = False  # of `read_ahead`
+    axes: tuple[Axis, ...] = ()  # those of the `own_rows` that is entered
+    ahead: bool = False  # as `read_ahead` set it
 
 
 _OWN = _Own()
 
 
 def read_ahead(on: bool) -> None:
-    """Switches whether weights that this thread reads have gradients even under `no_grad`.
+    """Switches on or off that weights read by this thread are recorded by autograd even under `no_grad`.
 
-    For a pipeline stage, which runs its forward without gradients until its own part begins: a weight that was read
-    before may be used in it.
+    For a pipeline stage, which runs its forward without gradients until its own part begins, since its own part may use
+    a weight that was read before.
     """
     _OWN.ahead = on
 
 
 @contextmanager
 def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
-    """Context: what is computed is of this rank's share over `axes`, as plain tensors.
+    """Context in which a module computes on this rank's tokens, its share over `axes`, as plain tensors.
 
-    A weight that is read then gets a gradient that is this rank's summand over them as it comes.
+    The gradient of a weight read inside is then this rank's summand over `axes` without further conversion.
     """
     before, _OWN.axes = _OWN.axes, axes
     try:
@@ -74,17 +74,17 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
         _OWN.axes = before
 
 
-_CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
-CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions are cut
-ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
+_CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}  # (class, its cut parameters) -> the subclass that reads parts
+CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # modules of this process whose positions are cut
+ON_CUT: list[Callable[[], None]] = []  # called when a module is added to `CUT_MODULES`
 FLAT = "_flat_weights"
-KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
-ONCE = "kept, read once"  # or once in a forward, which takes gradients by what it has read
+KEPT = "kept"  # role of a parameter that ranks hold in shares, and gather whenever it is read
+ONCE = "kept, read once"  # the same, gathered once in a forward that itself differentiates by what it has read
 IN_SHARES = (KEPT, ONCE)
 
 
 class ParameterCut(Protocol):
-    """The cut of one parameter: its name, the dim that is cut, the owners of its indices, its role in products."""
+    """The cut of one parameter: its name, the dim that is cut, the owners of its indices, its role (`KEPT`, ...)."""
 
     @property
     def name(self) -> str: ...
@@ -102,9 +102,9 @@ def see_parts(
 ) -> Callable[[], None]:  # fmt: skip
     """Makes a module read its parameters, which are shares, as `Part`s of the whole; returns the undo function.
 
-    cuts    by parameter; the others are whole over `axis`
-    absent  parameters that stay as they are
-    summed  axes that cut activations and no weights, outermost first: a gradient stays this rank's summand over them
+    cuts    parameter name -> its cut; parameters that are missing here are whole on every rank of `axis`
+    absent  names of parameters whose attributes are left as they are
+    summed  axes that cut activations and no weights, outermost first; a gradient stays this rank's summand over them
     """
     names = {id(param): name for name, param in module.named_parameters()}
     before: list[tuple[nn.Module, type]] = []
@@ -147,16 +147,16 @@ def see_parts(
 
 
 def shares_in(child: nn.Module) -> list[tuple[torch.Tensor, ParameterCut]]:
-    """Returns (this rank's share, its cut) of each parameter that a submodule itself has and that is cut."""
+    """Returns (this rank's share, its cut) of each cut parameter that `child` itself has, not its submodules."""
     cuts = child.__dict__.get("_tensor_cuts", ({},))[0]
     return [(child._parameters[leaf], cut) for leaf, cut in cuts.items() if cut is not None]
 
 
 def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
-    """Makes the module's attributes give the shares themselves while `outside()`: for code beside its forward.
+    """Makes the module's attributes give the plain shares while `outside()` is True, for code outside its forward.
 
-    refuse  called with the attribute's name where another tensor is set in a parameter's place, at any time: it is to
-            raise, else `AttributeError` is
+    refuse  called with the attribute's name if a tensor is assigned to a parameter's attribute, at any time; it should
+            raise, else `AttributeError` is raised
     """
     for child in module.modules():
         if "_tensor_cuts" in child.__dict__:
@@ -185,7 +185,7 @@ def _flat_weights(self: nn.Module) -> Any:
 
 
 def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """Returns what the class's own `__getattr__`, if it has one, makes of the weight `seen`; else `seen`."""
+    """Returns `seen`, the weight to read, passed through the class's own `__getattr__` if `kind` has one."""
     if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
         return seen
     parameters = module.__dict__["_parameters"]
@@ -197,9 +197,9 @@ def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor)
 
 
 def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
-    """Returns a subclass of the same name with other attributes, made without the class's `__init_subclass__`.
+    """Returns a subclass of `kind` of the same name with the attributes `body`, made without `__init_subclass__`.
 
-    That may enter subclasses into a register, or want arguments of its own.
+    A class's `__init_subclass__` may register subclasses, or require arguments.
     """
     body = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **body}
     # made below nn.Module, whose `__init_subclass__` does nothing; the real base is put in afterwards
@@ -221,7 +221,7 @@ def _setter(leaf: str):
 
 
 def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Returns the weight as the running forward has read it already, where its role is `ONCE`; else reads it now."""
+    """Returns `read()`; of a parameter of role `ONCE` the tensor that the running forward has read before."""
     mine, reads = module.__dict__["_tensor_cuts"][0], module.__dict__.get("_reads")
     cut = mine[leaf]
     if reads is None or cut is None or cut.role != ONCE or not reads.running:
@@ -234,25 +234,25 @@ def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable
 
 
 class _Reads:
-    """The weights that one forward of a module has read."""
+    """Cache of the weights that one forward of a module has read, for those of role `ONCE`."""
 
     def __init__(self) -> None:
         self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}  # (id, version, whether grad is on) -> as read
         self.running = False
 
     def begin(self, *_: Any) -> None:
-        """Begins a forward: nothing is read yet."""
+        """Begins a forward with an empty cache."""
         self.weights.clear()
         self.running = True
 
     def end(self, *_: Any) -> None:
-        """Ends a forward, and drops what it has read."""
+        """Ends a forward and empties the cache."""
         self.weights.clear()
         self.running = False
 
 
 def _stands_for_whole(tensor: torch.Tensor, cut: Any, axis: Axis) -> bool:
-    """Whether a tensor was put in the place of a cut parameter (`functional_call`): whole, or cut as it came about."""
+    """Whether `tensor` is no share but a whole or distributed one in a cut parameter's place (`functional_call`)."""
     size = tensor.shape[cut.dim] if cut.dim < tensor.dim() else -1
     share = cut.owners.counts[axis.index]
     return isinstance(tensor, Distributed) or (size == cut.owners.size and (size != share or cut.role in IN_SHARES))
@@ -279,7 +279,7 @@ def _reader(leaf: str):
         return as_class_gives(type(self), self, leaf, weight)  # complex numbers of pairs
 
     def seen(param: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
-        """Returns the weight as the forward reads it, a part or whole, its gradient summed over the right axes."""
+        """Returns the weight as the forward reads it, a part or whole, with the backward that its cut needs."""
         if isinstance(param, DTensor):
             return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
@@ -308,9 +308,9 @@ _PLAIN = frozenset(("__get__", "__set__", "requires_grad_", "size", "numel", "di
 
 
 class PastAttributes(TorchFunctionMode):
-    """Mode in which functions of torch, called on a trained parameter by a module's code, get what its attribute gives.
+    """Mode that gives a torch function, called by a module's code on a trained parameter, what its attribute reads.
 
-    met  called where that happens
+    met  called, without arguments, each time that this happens
     """
 
     def __init__(self, module: nn.Module, met: Callable[[], None] = lambda: None):
@@ -347,7 +347,10 @@ def read_past(module: nn.Module) -> None:
 
 
 def refuse_past(plan: Plan) -> None:
-    """Raises `RefusedPlan` where no forward of one rank has all parameters as its code takes them."""
+    """Raises `RefusedPlan` if the plan runs parts of the forward elsewhere or later, or shards the weights.
+
+    Called for a forward that takes parameters past their attributes; under such plans it would not find all of them.
+    """
     others = {f"zero={plan.zero}": plan.sharded.weights, f"pp={plan.pp}": plan.pp > 1}
     others |= {
         f"remat={plan.remat}": plan.remat != "none",

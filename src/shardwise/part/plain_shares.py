@@ -24,14 +24,14 @@ from shardwise.part.moves import share_of
 from shardwise.part.sums import Sum, linear, plain, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 
-# of a kind of tensor that a program cannot be given: what it is without its tensors, which has a method `filled` that
-# puts others there, and its tensors
+# class of an argument that a compiled program cannot take -> function that takes it apart into (the object without its
+# tensors, whose method `filled(tensors)` puts tensors in, its tensors)
 APART: dict[type, Callable[[Any], tuple[Any, list[torch.Tensor]]]] = {}
 
 
 @dataclass(frozen=True)
 class PartLayout:
-    """The cut of a part as a value: dim, owners, axis; `inside` is the cut of its share over an axis further in."""
+    """The cut of a part without its values; fields as of `Part`. `inside`: the layout of its share, None if plain."""
 
     dim: int
     owners: Owners
@@ -50,7 +50,7 @@ class PartLayout:
 
     @property
     def key(self) -> tuple:
-        """Returns a tuple that is equal where layouts are."""
+        """Returns a tuple that is equal for equal layouts, by which compiled programs are cached."""
         return self.dim, self.owners, id(self.axis), self.may_gather, self.inside and self.inside.key
 
     @property
@@ -69,7 +69,7 @@ class PartLayout:
         return Part(local, self.dim, self.owners, self.axis, self.may_gather, self.origin)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's plain share of a gradient. Collective where that is a sum or cut in another way."""
+        """Returns this rank's plain share of a gradient in this layout. Collective if it is a sum or cut otherwise."""
         # over axes further out than the layout's nothing was cut, so the gradient is whole there
         while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
             gradient = whole_over_axis(gradient, gradient.axis)
@@ -85,7 +85,7 @@ def _innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
-    """Returns (this rank's share of a part or of a sum's total, how it was cut); a plain tensor as it is, and None."""
+    """Returns (this rank's share of a part or of a sum's total, its layout); of a plain tensor (itself, None)."""
     layout = PartLayout.of(tensor)
     # a sum has no layout where its total is plain, and is taken all the same
     if layout is None and not isinstance(tensor, Sum):
@@ -94,7 +94,7 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
 
 
 def wrapped(local: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
-    """Returns the part of which `local` is a share; without a layout `local` itself, whose gradient is made whole."""
+    """Returns the part of which `local` is a share; for layout None `local` itself, its gradient gathered."""
     if layout is None:
         return whole_gradient(local)
     return linear(local, layout.part, lambda gradient: layout.share(gradient).contiguous())
@@ -107,7 +107,7 @@ _NUMBERS = itertools.count()
 
 @contextmanager
 def keeping(kept: list[Any]) -> Iterator[None]:
-    """Context: objects that get a number inside are added to the list, and named as long as it holds them."""
+    """Context in which objects that get an id by `number_of` are appended to `kept`, which keeps the id valid."""
     _KEEPERS.append(kept)
     try:
         yield
@@ -116,7 +116,10 @@ def keeping(kept: list[Any]) -> Iterator[None]:
 
 
 def number_of(thing: Any) -> int:
-    """Returns the number by which the program being written down names the object; `TypeError` where none is."""
+    """Gives `thing` a new id, by which the program being compiled refers to it, and returns it.
+
+    Raises `TypeError` outside of `keeping`, where no program is being compiled.
+    """
     if not _KEEPERS:
         raise TypeError(f"{type(thing).__name__} is named by a program, and none is being written down")
     number = next(_NUMBERS)
@@ -126,5 +129,5 @@ def number_of(thing: Any) -> int:
 
 
 def by_number(number: int) -> Any:
-    """Returns the object that a program names by this number. `KeyError` once its program is gone."""
+    """Returns the object with this id (`number_of`); raises `KeyError` once the program that holds it is gone."""
     return _OBJECTS[number]

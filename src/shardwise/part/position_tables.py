@@ -1,8 +1,9 @@
 """Hold tables of positions (rotary angles and other functions of `arange(S)`) in shares, without messages.
 
-Inside a module whose batch is cut, `torch.arange` and `torch.linspace` of as many numbers as a cut dim has give a part,
-dealt as that dim is. What is computed of such parts and of small tensors beside them is a part too, and remembers how
-it was made: whatever needs it whole makes it again in place of gathering it, so nothing is ever sent for a table.
+Inside a module whose batch is cut, `torch.arange` and `torch.linspace` of as many numbers as a cut dim has return a
+part with the owners of that dim. What is computed of such parts and of small plain tensors is a part too, and keeps
+the recipe of its computation. An operation that needs it whole computes it again on every rank instead of gathering
+it, so nothing is ever sent for a table.
 
     arange(S)        0 1 | 2 3 | ...      a share on each rank
     * frequencies    (S/p, D/2)           and the operations that led there
@@ -33,7 +34,7 @@ _MAKES = (torch.arange, torch.linspace)
 
 @dataclass(frozen=True, eq=False)
 class TableRecipe:
-    """The making of a table: an operation, its arguments (tables as recipes), the plain tensors and their versions."""
+    """How to compute a table again: an operation and its arguments, in which tables are recipes themselves."""
 
     func: Callable
     args: tuple
@@ -41,9 +42,9 @@ class TableRecipe:
     plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()  # (tensor, its version when the table was made)
 
     def made(self, made_before: dict[int, Any]) -> Any:
-        """Returns the table, whole; None where a tensor that it was made of has changed since, or lost its memory.
+        """Returns the whole table; None if a plain input was written since, or has no memory any more.
 
-        made_before  id of a recipe -> what it made: filled here, empty at first
+        made_before  id of a recipe -> its table (or None), a cache that this call fills; pass {}
         """
         # recipes share inputs (cos and sin of the same angles), each of which is made once
         if id(self) not in made_before:
@@ -58,12 +59,12 @@ class TableRecipe:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its memory: ZeRO-3 takes it from weights that are not in use."""
+    """Whether a tensor has its memory, which ZeRO-3 frees for weights that are not in use."""
     return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def whole_table(part: Distributed) -> torch.Tensor | None:
-    """Returns a table made whole on this rank; None where the tensor is no table, or was written into."""
+    """Returns a table computed whole on this rank; None if the tensor is no table, or it or an input was written."""
     if part.recipe is None or not is_table(part):
         return None
     with torch.no_grad(), torch._C.DisableTorchFunction():  # ranges are not cut again
@@ -71,15 +72,18 @@ def whole_table(part: Distributed) -> torch.Tensor | None:
 
 
 def is_table(part: Distributed) -> bool:
-    """Whether a tensor can be made whole without the other ranks: neither it nor its base was written into."""
+    """Whether a tensor is a table that was not written since, so that each rank can compute it whole by itself."""
     return part.recipe is not None and part._version == part.recipe[1]
 
 
 def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], output: Any) -> None:
-    """Marks an operation's result as a table where it was made of tables and small plain tensors alone."""
+    """Marks `output`, the result of `func`, as a table if it was computed of tables and small plain tensors alone.
+
+    inputs  the distributed tensors among `args` and `kwargs`
+    """
     if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, inputs)):
         return
-    # made again it would be drawn again
+    # computed again, it would hold other random numbers
     if is_random(func):
         return
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
@@ -96,10 +100,10 @@ def _name(part: Any, recipe: TableRecipe) -> None:
 
 
 class CutRanges(TorchFunctionMode):
-    """While entered, a range of as many numbers as one of these cut dims has is made as a part dealt like it.
+    """Mode in which `arange` or `linspace` of as many numbers as a cut dim has returns a part cut like that dim.
 
-    parts  length of a cut dim -> a tensor cut along one
-    share  (whole range, part) -> its share beside that part; None: it stays whole
+    parts  length of a cut dim -> a part with a cut dim of that length
+    share  (whole range, part) -> the range as a part with that part's owners; None: it stays whole
     """
 
     def __init__(self, parts: dict[int, Any], share: Callable[[torch.Tensor, Any], Any]):
@@ -144,7 +148,10 @@ def run_under(module: nn.Module, mode_of: Callable[[tuple, dict], TorchFunctionM
 
 
 def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
-    """Makes ranges inside the module parts, dealt as the parts that it is called with; returns the undo function."""
+    """Makes ranges in forwards of `module` parts like those among its arguments; returns the undo function.
+
+    share  as of `CutRanges`
+    """
 
     def mode_of(args: tuple, kwargs: dict) -> CutRanges:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Distributed) and leaf.deals]

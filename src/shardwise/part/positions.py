@@ -33,7 +33,12 @@ Cuts = tuple[tuple[int, tuple[Axis, ...]], ...]  # of one tensor: a dim and the 
 
 
 class CutsInside(Protocol):
-    """Cuts tensors inside the module, where no tensor of the batch has the positions."""
+    """Protocol of what cuts tensors that arise inside the module, if no tensor of the batch has the positions.
+
+    over     returns a copy over `swap(axis)` in place of each axis
+    install  makes the module's forwards cut them; returns the undo function
+    summary  returns a line for the user; `stopped`: why the batch itself cannot be cut, "" if not said
+    """
 
     @property
     def axes(self) -> tuple[Axis, ...]: ...
@@ -46,29 +51,30 @@ class CutsInside(Protocol):
 class Positions:
     """How the tensors of a batch are cut along a sequence or along dims of space.
 
-    cuts     of each leaf of the flattened batch: (dim, its axes, outermost first); () where whole on every rank
-    names    of the leaves, for people
-    what     is cut: "sequence" or "field"
-    inside   what cuts tensors inside the module, where the batch is whole
-    stopped  why positions of the batch itself cannot be cut, for people
-    tables   ranges inside the module are dealt alike (see `part/position_tables`)
-    past     the module's code takes parameters past their attributes (see `part/parameters`)
-    results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
+    cuts     for each leaf of the flattened batch: (dim, its axes, outermost first) of each cut; () if it is whole
+    names    for each leaf its name in messages
+    what     what is cut, "sequence" or "field"
+    inside   cuts tensors inside the module, if the batch itself stays whole
+    stopped  why positions of the batch itself cannot be cut, a text for the user
+    tables   Whether ranges inside the module are cut like the batch (`part/position_tables`)
+    past     Whether the module's code takes parameters past their attributes (`part/parameters`)
+    results  (path of a submodule, index of its call in a forward) -> for each leaf of its result, (axis name, dim) of
+             each cut; calls without a cut result are missing
     """
 
     cuts: tuple[Cuts, ...]
     names: tuple[str, ...] = ()
     what: str = "sequence"
-    least: int = 1  # indices that every rank must have: as many as axes further in cut them over
-    routes: tuple[str, ...] = ()  # of attention, for people
-    mask: tuple[tuple[int, ...], int] = ((), 0)  # the largest that attention is given for all pairs: shape, bytes
+    least: int = 1  # indices that every rank must have
+    routes: tuple[str, ...] = ()  # how attention is computed, lines for the user
+    mask: tuple[tuple[int, ...], int] = ((), 0)  # (shape, bytes) of the largest mask of all pairs that attention gets
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
     tables: bool = False
     inside: CutsInside | None = None
     stopped: str = ""
     past: bool = False
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
-    shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
+    shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf without the sample dim, if a rank may read its tile
     space: tuple[str, ...] = SPACE  # the axis of each dim of space, in the order in which tensors have these
 
     @property
@@ -94,10 +100,11 @@ class Positions:
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
-        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device.
+        """Returns the batch with its cut tensors as parts.
 
-        A batch with another number of leaves than `cuts` stays whole. Raises `InputError` for too few positions, or a
-        tile of another shape than this rank's.
+        place  moves a plain tensor, this rank's share or a whole leaf, to its device
+        A batch with another number of leaves than `cuts` stays whole. Raises `InputError` if there are too few
+        positions, or a tile has another shape than this rank's.
         """
         leaves, spec = tree_flatten(batch)
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
@@ -113,7 +120,7 @@ class Positions:
         return tree_unflatten(cut, spec)
 
     def _tile(self, number: int, leaf: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Returns a tile that a rank read by itself as its share of the field; `InputError` on another shape."""
+        """Returns leaf `number`, the tile that this rank's source read, as a part; `InputError` on another shape."""
         shape = [leaf.shape[0], *(self.shapes[number] or ())]
         whole, dealt = tuple(shape), []
         for dim, axis in ((dim, axis) for dim, axes in self.cuts[number] for axis in axes):
@@ -134,7 +141,7 @@ class Positions:
         return tile
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Returns this rank's share of a tensor of the batch as a part; `InputError` where it has too few positions."""
+        """Returns this rank's share of a tensor of the batch as a part; `InputError` if it has too few positions."""
         for dim, axes in cuts:
             # a rank without positions would come to other operations than the rest
             if leaf.shape[dim] < self.fewest(axes):
@@ -154,7 +161,7 @@ class Positions:
         return made
 
     def fewest(self, axes: tuple[Axis, ...]) -> int:
-        """Returns the least positions that a dim cut over these axes may have."""
+        """Returns the smallest length that a dim cut over these axes may have."""
         return self.least * math.prod(axis.size for axis in axes)
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
@@ -187,10 +194,10 @@ class Positions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A proposal of what a batch may be cut along, to be tried.
+    """A proposal of what a batch may be cut along, which the engine tries.
 
-    shorter  the batch with fewer positions, on which the module must run; None where that shows nothing
-    said     for people: "dims of 10"
+    positions  the proposed cuts;  said  their description for the user ("dims of 10")
+    shorter    the batch with fewer positions, on which the module must run too; None: not tried
     """
 
     positions: Positions

@@ -1,4 +1,4 @@
-"""Rules of sums that are not reduced yet: linear operations keep them, others are given their totals."""
+"""Rules of sums that are not reduced yet: linear operations run on summands, others on the totals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach"
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns an operation's result where inputs are `Sum`s: a `Sum` if linear (`_LINEAR`), else from their totals."""
+    """Returns the result of an operation on sums: an unreduced `Sum` if `_LINEAR` has it, else that of their totals.
+
+    inputs  the distributed tensors among `args` and `kwargs`
+    """
     op = facts(func)
     for tensor in inputs:
         # raises where a view beside it was written into; where a view's base is reduced, it is taken of that
@@ -51,17 +54,17 @@ def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
 
 
 def _totals(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments with the total in place of each sum over the axis of the rule. Collective."""
+    """Returns (args, kwargs) with the total in place of each sum over the axis of the running rule. Collective."""
     return replaced(Sum, lambda tensor: tensor.value() if is_sum(tensor) else tensor, (args, kwargs))
 
 
 def _gives_shape(name: str, args: tuple) -> bool:
-    """Whether an operation is a view or reshape by a shape: not `view(dtype)`, and not `detach`."""
+    """Whether an operation is a view or reshape to a given shape, unlike `view(dtype)` or `detach`."""
     return name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
 
 
 def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """Returns a linear operation's unreduced result; a view is tied to the sum that it is a view of."""
+    """Returns `untaken`, the unreduced result of a linear `func` on `first`; ties it to `first` if it is a view."""
     op = facts(func)
     untaken.read_only_copy = op.is_view and first.read_only_copy
     if op.is_view:
@@ -72,7 +75,7 @@ def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Su
 
 
 def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns `transpose_(x, a, b)` and the like: the total and the object around it take the shape. Collective."""
+    """Applies `transpose_` or the like to the total and to the sum object around it; returns that. Collective."""
     if first.source is not None:
         raise Uncut(f"{func} changes the shape of one index of a cut dim")
     first.value()
@@ -82,7 +85,7 @@ def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """Returns `x.add_(y)` and the like: the total is written, and what the sum is a view of. Collective."""
+    """Applies a write (`x.add_(y)`) to the total of `first`, and to what it is a view of; returns it. Collective."""
     if first.read_only_copy and not opened_anew(first, args):
         raise Uncut(
             f"{func} writes, with gradients, into a view of a tensor of which ranks of {first.axis.name} have "
@@ -102,7 +105,7 @@ def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
 
 
 def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Returns a view of a total as a sum, where what is written into the total has to reach something else."""
+    """Returns `output`, a view of a total, as a `Sum` if writes into it are refused or have to be copied back."""
     if first.read_only_copy:
         seen = first.seen.through(lambda copy: func(copy, *args[1:], **kwargs)) if first.seen is not None else None
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis, seen), output)
@@ -112,7 +115,10 @@ def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any
 
 
 def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
-    """Ties an unreduced view to its sum: reducing either reduces both, and what is written into one is in the other."""
+    """Ties an unreduced view to its sum, so that reducing either reduces both and writes into one reach the other.
+
+    func, args, kwargs  the operation that takes the view, and its arguments but for the tensor
+    """
     shape = first.shape
 
     def again(total: torch.Tensor) -> torch.Tensor:
@@ -134,9 +140,9 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
 
 
 def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
-    """Returns `first.view(shape)` to read alone, of one index of a cut dim or of a copy.
+    """Returns `first.view(shape)` as a sum that refuses writes, if `first` is one index of a cut dim or a copy.
 
-    Neither lies in memory as in one process, so whether one process would have copied it is not known."""
+    Neither lies in memory as in one process, so it is not known whether one process would have copied it."""
     if first.total is not None:
         return Sum.read_only(first.total.reshape(shape), first.axis)
     made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
@@ -145,7 +151,7 @@ def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
 
 
 def _anchored(view: Sum) -> None:
-    """Makes a view's total a view of its sum's total again, before it is written into."""
+    """Takes the total of `view` anew as a view of its base's total, so that a write into it reaches the base."""
     assert view.source is not None
     if view.source.again is not None:
         assert isinstance(view.source.of, Sum)
@@ -154,7 +160,7 @@ def _anchored(view: Sum) -> None:
 
 
 def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns the view, transpose or negative of an unreduced sum, unreduced too; None where it needs the total."""
+    """Returns the view, transpose or negative of an unreduced sum, unreduced too; None if it needs the total."""
     name = facts(func).name
     if name not in _ROWS and (first.added is not None or first.coming is not None):
         return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
@@ -174,7 +180,7 @@ def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
 
 
 def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns an unreduced sum over chunks of positions times a number; None for other sums, whose total is scaled."""
+    """Returns an unreduced sum over chunks of positions times a number; None for others, which need the total."""
     if not first.axis.turns or first.added is not None or len(args) != 2 or kwargs or not _is_number(args[1]):
         return None
     return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False)
@@ -208,7 +214,7 @@ _LINEAR: dict[str, Callable[[Any, Sum, tuple, dict], Sum | None]] = {
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a factor is one number, the same in every summand."""
+    """Whether `value` is a number or a plain tensor (), and so the same factor on every rank."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.dim()
     return plain or isinstance(value, int | float)
 
@@ -220,9 +226,11 @@ def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
 
 
 def opened_anew(copy: Sum, args: tuple) -> bool:
-    """Returns whether a gathered copy may be written into; if so, writes go back to the part that it was gathered from.
+    """Whether a gathered copy may be written; if so, gathers it anew and has writes go back to its part. Collective.
 
-    It may not be where a gradient is needed: autograd goes another way there, by the strides of the whole.
+    It may not if a gradient is needed, since autograd then goes by the strides of the whole tensor.
+
+    args  arguments of the operation that writes
     """
     seen = copy.seen
     if seen is None or seen.part.requires_grad or any(tensor.requires_grad for tensor in tensors_in(args)):

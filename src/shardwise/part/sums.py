@@ -5,9 +5,9 @@
 
 With sequence parallelism the sum of a (B, S, H) tensor leaves every rank its share of S (a reduce-scatter in place of
 an all-reduce).
-With `early` on the axis a sum is begun when its summand is there, so that what does not need it (the gradient of the
-weight, beside that of the input) is computed meanwhile; sums that would have been added are then taken one by one. A
-product gives (B * S, H), so a reduce-scatter begins early where the product's input still knows its (B, S).
+With `Axis.early` a reduction begins as soon as its summand exists, so that what does not need the total (the gradient
+of the weight, beside that of the input) is computed meanwhile; sums that would have been added are then reduced one by
+one. A product gives (B * S, H), so a reduce-scatter begins early only if the product's input knows its (B, S) (`rows`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sum(Distributed):
-    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once it is reduced."""
+    """The sum over `axis` of every rank's `local`, plus `added` (a bias (H,), or None); `total` once it is reduced."""
 
     __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
 
-    origin: str
+    origin: str  # name of the weight whose cut led to it, "" if none
     added: torch.Tensor | None
-    read_only_copy: bool  # `total` is a copy: writing into it would be lost
-    spread: bool  # the sum of a (B, S, H) tensor may be left in shares of S, where the axis asks for that
+    read_only_copy: bool  # whether `total` is a copy, so that a write into it would be lost
+    spread: bool  # whether the sum of a (B, S, H) tensor may be left in shares of S, if `Axis.sequence` asks for that
     total: torch.Tensor | None
     pending: Pending | None  # the reduction of `local`, in place, that is under way
     coming: Scatter | None  # the reduction of `local`, seen as (B, S, H), to shares of S that is under way
-    base: ViewOf | None  # of a view: it is taken with what it is a view of, whose memory it shares then as before
-    views: list[weakref.ref[Sum]] | None  # of one summand, this among them, where each is dealt to ranks by itself
-    stale: bool  # another one of them was written into
-    seen: GatheredView | None  # of a copy: the part whose gathered view it is
+    base: ViewOf | None  # of a view of an unreduced sum: its base, reduced together so that both totals share memory
+    views: list[weakref.ref[Sum]] | None  # all views of one summand, this included, if each is scattered by itself
+    stale: bool  # whether another one of `views` was written
+    seen: GatheredView | None  # of a copy: the gathered view that it is a copy of
 
     @staticmethod
     def __new__(
@@ -63,12 +63,13 @@ class Sum(Distributed):
         cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True,
         rows: tuple[int, int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns the sum over ranks of what a product gave; where the axis says so, it begins at once, in place.
+        """Returns the sum over ranks of `local`, a summand that is not used elsewhere; begun now if `axis.early`.
 
-        Of tiles that another axis cuts it is taken at once: functions on tiles are asked of parts, not of sums.
+        Over an axis of positions, if `local` is a tile of another one, it is reduced before it is returned, because
+        functions on tiles are registered for parts.
 
-        spread  a (B, S, H) sum may be left in shares of S
-        rows    (B, S), where `local` is (B * S, H)
+        spread  Whether a (B, S, H) sum may be left in shares of S
+        rows    (B, S) if `local` is (B * S, H) and these are known, else None
         """
         if axis.positions and isinstance(local, Part) and local.axis.positions:
             return cls(local, axis, origin, spread=spread).value()
@@ -89,7 +90,10 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """Returns a copy (of a view `seen`) as a reduced `Sum` that refuses writes; of tiles as a `Part` that does."""
+        """Returns `copy` as a reduced `Sum` that refuses writes; if it is a tile, as a `Part` that refuses them.
+
+        seen  the gathered view that it is a copy of, by which a write may reach the part after all; None: not known
+        """
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -99,7 +103,7 @@ class Sum(Distributed):
 
     @classmethod
     def taken(cls, total: torch.Tensor, axis: Axis, source: ViewOf) -> Sum:
-        """Returns a reduced sum on memory that others hold too: writes into it are written back there."""
+        """Returns `total` as a reduced sum; what is written into it is written back to `source`."""
         made = cls(total, axis)
         made.total, made.source = total, source
         return made
@@ -113,7 +117,7 @@ class Sum(Distributed):
         return plain(self).numpy(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Returns the total over ranks as it is pickled. Collective, the first time."""
+        """Pickles the total over ranks as a plain tensor. Collective, the first time."""
         return plain(self).detach().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -128,7 +132,7 @@ class Sum(Distributed):
 
     @property
     def stored(self) -> torch.Tensor:
-        """Returns the total once this sum, or the one that it is a view of, is reduced; before that the summand."""
+        """Returns the total if this sum, or the one that it is a view of, is reduced; else the summand."""
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
@@ -136,18 +140,18 @@ class Sum(Distributed):
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
-        """Returns this rank's summand; the total where a reduction was begun or done, or a bias added. Collective."""
+        """Returns this rank's summand; the total if a reduction was begun or done, or a bias added. Collective then."""
         return self.local if self.waits and self.added is None else self.value()
 
     @property
     def untaken(self) -> bool:
-        """Whether neither the sum nor the one that it is a view of is reduced."""
+        """Whether neither this sum nor the one that it is a view of is reduced."""
         base = self.base.of if self.base is not None else None
         return self.total is None and not (isinstance(base, Sum) and not base.untaken)
 
     @property
     def waits(self) -> bool:
-        """Whether the reduction has not begun."""
+        """Whether the sum is unreduced and its reduction has not begun."""
         return self.untaken and self.pending is None and self.coming is None
 
     def like(self, local: torch.Tensor) -> Sum:
@@ -158,9 +162,9 @@ class Sum(Distributed):
         return made
 
     def value(self) -> torch.Tensor:
-        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time.
+        """Returns the total over ranks, plain or (sequence parallelism) a part along S. Collective, the first time.
 
-        Raises `Uncut` for chunks, whose summands are not all there, and where a view was written into (`stale`).
+        Raises `Uncut` over chunks of positions, since later ones are not computed yet, and if the sum is `stale`.
         """
         # a copy of a gathered view is as old as its last gathering
         if self.seen is not None and self.seen.moved:
@@ -199,7 +203,7 @@ class Sum(Distributed):
         return self.total
 
     def _arrived(self, coming: Scatter) -> torch.Tensor:
-        """Returns the share along S, where this is (B, S, H); else the whole total."""
+        """Waits; returns the scattered total as a part along S if this sum is (B, S, H), else gathered."""
         part = Part(coming.wait(), 1, coming.owners, self.axis, may_gather=True)
         if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
             return part
@@ -221,7 +225,7 @@ def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
 def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Returns the sum (or "max", "min") over ranks, still cut over inner axes where it was. Collective.
 
-    A sum over turns of one rank stays in summands, which are added up when all have been computed.
+    Over chunks that one rank computes in turn (`axis.turns`) it returns a `Sum`, reduced after the last chunk.
     """
     if op == "sum" and axis.turns:
         return Sum(local, axis, spread=False)
@@ -247,7 +251,7 @@ def is_sum(tensor: Any) -> bool:
 
 
 def plain(tensor: Any) -> Any:
-    """Returns a tensor whole, as every rank holds it. Collective where it is a part or a sum."""
+    """Returns a plain tensor, reduced and gathered over all axes; other values unchanged. Collective if distributed."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()
         tensor = gathered(tensor) if isinstance(tensor, Part) else tensor
@@ -270,9 +274,9 @@ class _LinearOnce(_Linear):
 
 
 def linear(tensor: torch.Tensor, there: TensorMap, back: TensorMap, *, once: bool = False) -> torch.Tensor:
-    """Returns `there(tensor)`, whose gradient comes back by `back`, the adjoint of that linear map.
+    """Returns `there(tensor)`, a linear map; its backward applies `back`, the adjoint, to the gradient.
 
-    once  `back` has no derivative of its own: torch raises where a gradient is differentiated again
+    once  Whether `back` is not differentiable, so that torch raises in a backward of the backward
     """
     return (_LinearOnce if once else _Linear).apply(tensor, there, back)
 
@@ -282,15 +286,15 @@ def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def redealt(tensor: torch.Tensor, how: TensorMap) -> torch.Tensor:
-    """Returns, differentiably, `how(tensor)`: the same global tensor, dealt in another way.
+    """Returns `how(tensor)`, the same global tensor distributed otherwise; its gradient passes unchanged.
 
-    For a backward that deals its gradient anew: reading its shares alone would cut off second derivatives.
+    For a backward that redistributes its gradient, because reading detached shares would lose second derivatives.
     """
     return linear(tensor, how, _as_it_is)
 
 
 def whole(tensor: Any) -> Any:
-    """Returns, differentiably, a tensor whole on every rank. Collective where it is a part or a sum."""
+    """Returns, differentiably, a tensor reduced and gathered over all axes. Collective if it is distributed."""
     return redealt(tensor, plain) if isinstance(tensor, Distributed) else tensor
 
 
@@ -302,7 +306,7 @@ def whole_over(tensor: Any, axis: Axis) -> Any:
 
 
 def _uncut(tensor: Any, axis: Axis) -> Any:
-    """Returns a tensor gathered, or reduced, over one axis, still distributed over others. Collective."""
+    """Returns a tensor gathered or reduced over `axis` alone, still distributed over others. Collective."""
     # an axis further out keeps its cut: this one is undone inside it
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_uncut(tensor.settled_local(), axis))
@@ -314,14 +318,14 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns, differentiably, a tensor gathered over one axis, still cut over others. Collective."""
+    """Returns, differentiably, a tensor gathered over `axis` alone, still cut over others. Collective."""
     if not isinstance(tensor, Distributed):
         return tensor
     return redealt(tensor, lambda given: _uncut(given, axis))
 
 
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
-    """Returns the tensor, whose gradient is made whole over `axis` (None: over every axis) in backward."""
+    """Returns the tensor, whose gradient is gathered over `axis` and inner axes (None: over every axis) in backward."""
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
 
@@ -357,7 +361,10 @@ def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.
 
 
 def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Returns this rank's summand over `axes` (outermost first) of a gradient that is a sum, cut, or whole on them."""
+    """Returns this rank's summand over `axes` (outermost first) of a gradient, whether a sum, cut, or whole on them.
+
+    Of a whole gradient rank 0 of the axis has it and the others zeros; of a cut one a rank has zeros but in its share.
+    """
     for axis in axes:
         over = isinstance(gradient, Distributed) and gradient.axis is axis
         if over and isinstance(gradient, Sum) and gradient.untaken and gradient.added is None:
@@ -382,7 +389,7 @@ def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place(part: Part) -> torch.Tensor:
-    """Returns a tensor of the whole shape with this rank's share in its place, and zeros elsewhere."""
+    """Returns a plain tensor of the whole shape with this rank's share in its place and zeros elsewhere."""
     places = to_device(part.owners.indices(part.axis.index), part.device)
     shape = list(part.local.shape)
     shape[part.dim_cut] = part.owners.size

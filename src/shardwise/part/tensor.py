@@ -18,7 +18,7 @@ tensors is again an operation, which is answered for the next axis, until tensor
     (B, S, H) cut over cp along S, over tp along H       Part[cp, dim 1] of Part[tp, dim 2] of (B, S/cp, H/tp)
     the same summed over tp                              Part[cp, dim 1] of Sum[tp] of (B, S/cp, H)
     gradient of a weight cut by tp, from cut positions   Sum[cp] of Part[tp, dim 0] of (O/tp, H)
-    S over cp, then over tp under sp                     Part[cp, dim 1] of Part[tp, dim 1]
+    S cut over cp, then over tp (sequence parallelism)   Part[cp, dim 1] of Part[tp, dim 1]
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from shardwise.trace.elementwise import draws_each
 from shardwise.trace.leaves import tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]
-UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # by no backend: sent as
-RESHAPES = ("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")  # a tensor, in place
+# dtypes that no communication backend sends -> the dtype as which they are sent
+UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+RESHAPES = ("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")  # change a tensor's shape in place
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
 FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
-GATHERS: list[Callable[[str, Any], None]] = []  # told what a rule gathers whole over an axis of positions: what, part
-MARGINS: list[Callable] = []  # answers functions of parts that have a margin, or gives None
+GATHERS: list[Callable[[str, Any], None]] = []  # called with (description, part) gathered over an axis of positions
+MARGINS: list[Callable] = []  # (function, args, kwargs) of parts with a margin -> result, or None if it has no answer
 
 
 def tell(what: str, part: Part) -> None:
-    """Tells the listeners in `GATHERS` that `part`, called `what`, is gathered whole over an axis of positions."""
+    """Calls the listeners in `GATHERS` with `what` (a description for the user) and the `part` that is gathered."""
     for listener in GATHERS:
         listener(what, part)
 
@@ -55,7 +56,7 @@ def tell(what: str, part: Part) -> None:
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Returns a decorator that registers a function as the rule of these ATen operations.
 
-    Whether cuts of weights may follow their dims through them is what its label rule says (`part/labels`), beside it.
+    The operations' label rule (`part/labels`) says whether weights may be cut along dims that go through them.
     """
 
     def register(function: Rule) -> Rule:
@@ -67,12 +68,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 class Part(Distributed):
-    """This rank's share of a tensor: `local` along `dim`, whose indices `owners` deals over `axis`.
+    """This rank's share of a tensor: `local`, cut along `dim_cut`, whose indices `owners` deals over `axis`.
 
-    may_gather  gathering it is part of the plan (sequence parallelism), so an operation without a rule may;
-                over positions False, whatever is given, unless it holds integers or bools
-    origin  the weight whose cut it goes back to
-    rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
+    may_gather  Whether an operation without a rule may gather it, since the plan gathers it anyway (sequence
+                parallelism); the constructor makes it False for floats and complex numbers over an axis of positions
+    origin      name of the weight whose cut it derives from, "" if none
+    rows        (B, S) if this is a (B, S, K) tensor viewed as (B * S, K), else None
     """
 
     __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
@@ -82,13 +83,14 @@ class Part(Distributed):
     may_gather: bool
     origin: str
     rows: tuple[int, int] | None
-    copied: bool  # a view that does not share its memory with what it is a view of
-    factors: tuple[int, int, int] | None  # of the cut dim, where views joined it: sizes before, of, behind what is cut
-    whole_strides: tuple[int, ...]  # as one process has the tensor, where the share of a sum lies otherwise in memory
-    margin: Any = None  # what lies around the share, known to this rank too, where operations on tiles keep it
-    # of numbers: whose own indices they are, and in which column of a matrix of places (`nonzero`), None: all of them
+    copied: bool  # whether it is a view that does not share memory with its base, as it would in one process
+    factors: tuple[int, int, int] | None  # (outer, cut, inner) sizes of the dims that views joined into the cut dim
+    whole_strides: tuple[int, ...]  # strides that one process has, where a share (of a sum) lies otherwise in memory
+    margin: Any = None  # `Margin` (part/tiles/deep): neighbours' cells around the share that this rank has too
+    # (owners, column) if the values are indices, dealt by these owners, that this rank owns; `column` is the one of a
+    # matrix of places (`nonzero`) that holds them, None: all values
     own: tuple[Owners, int | None] | None = None
-    values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
+    values: tuple[object, bool]  # (token shared by parts of the same values in the same order, whether transposed)
 
     @staticmethod
     def __new__(
@@ -144,11 +146,11 @@ class Part(Distributed):
             raise
 
     def like(self, local: torch.Tensor) -> Part:
-        """Returns another tensor dealt alike along the same dim."""
+        """Returns `local` as the share of a part with this part's dim, owners and axis."""
         return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
-        """Returns `local` as a part cut along `dim` by `owners` over the same axis; by default as this part is."""
+        """Returns `local` as a part cut along `dim` by `owners` over the same axis; None: as this part is."""
         # dims that were joined into one stay known only while the cut dim keeps its place and size
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
@@ -160,42 +162,43 @@ class Part(Distributed):
         return made
 
     def shell(self) -> Part:
-        """Returns a copy without memory, for a backward that asks for shape and cut alone.
+        """Returns a part of the same shape and cut without memory of its values, for a backward that reads none.
 
-        What a `Function` keeps on its context, and not by `save_for_backward`, recompute cannot let go of.
+        Recompute cannot free a tensor that a `Function` stores on `ctx` itself instead of by `save_for_backward`.
         """
         local = self.local
         bare = local.shell() if isinstance(local, Part) else local.new_empty(()).expand(local.shape)
         return self.with_local(bare)
 
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's share of a plain tensor along `dim`, dealt as this part."""
+        """Returns this rank's share along `dim` of the plain tensor `whole`, by this part's owners."""
         return self.owners.take(whole, dim, self.axis.index)
 
     def names_own(self, owners: Owners) -> bool:
-        """Whether each value is an index, dealt by `owners`, that this rank owns; False once it was written into."""
+        """Whether the values are indices dealt by `owners` that this rank owns; False once the part was written."""
         return self.own == (owners, None) and not self.is_inference() and not self._version
 
     def beside(self, other: Part) -> bool:
-        """Whether the other's indices are dealt in the same way."""
+        """Whether `other` is cut over the same axis with equal owners, along whichever dim."""
         return self.axis is other.axis and self.owners == other.owners
 
 
+# the names by which torch's Python functions check for overrides
 _ASKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 
 
 @cache
 def _made_of_others(function: Any) -> bool:
-    """Whether `_body` serves a function of torch: one in Python that asks for overrides, and no method of tensors.
+    """Whether `_body` can run `function`, a Python function (no tensor method) that checks for overrides by `_ASKS`.
 
-    One that asks by other names than `_body` gives it (`torch.nn.init`) is left to its operations.
+    A function that checks under another name (`torch.nn.init`) runs as it is; its ATen operations have the rules.
     """
     python = isinstance(function, FunctionType) and function.__module__ != torch._tensor.__name__
     return python and bool(_ASKS & set(function.__code__.co_names) & set(function.__globals__))
 
 
 class _Names(dict):
-    """A function's globals: `own` names first, others looked up in its module's (`others`) when they are read."""
+    """A dict of a function's globals: `own` names first, the rest looked up in its module's, `others`, when read."""
 
     def __init__(self, own: dict[str, Any], others: dict[str, Any]):
         super().__init__(own)
@@ -207,9 +210,9 @@ class _Names(dict):
 
 @cache
 def _body(function: FunctionType) -> FunctionType:
-    """Returns a copy of torch's Python function that does not dispatch to `__torch_function__` again itself.
+    """Returns a copy of torch's Python function whose own check for `__torch_function__` overrides always fails.
 
-    What it calls does ask: attention inside `multi_head_attention_forward`, pooling inside `lp_pool2d`.
+    The functions that it calls still dispatch, for example attention inside `multi_head_attention_forward`.
     """
     names = _Names(dict.fromkeys(_ASKS, lambda *tensors: False), function.__globals__)
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -223,18 +226,18 @@ def is_part(tensor: Any) -> bool:
 
 
 class LastGathered:
-    """The last `may_gather` part that was gathered, and the result: queries, keys and values read the same input.
+    """Cache of the last `may_gather` part that was gathered, since queries, keys and values read the same input.
 
-    Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
-    in more than one way, and ranks that remember different things come to different collectives.
+    The key never contains addresses or strides, because a share of one index lies in memory in several ways, and ranks
+    whose caches differ would issue different collectives.
     """
 
-    key: tuple | None = None
+    key: tuple | None = None  # (part.values, shape, dim_cut, owners), see `gathering.gather`
     whole: torch.Tensor | None = None
 
 
 def forget() -> None:
-    """Drops the tensor that was gathered last, which is kept to be read again."""
+    """Empties the cache of the tensor that was gathered last (`LastGathered`)."""
     LastGathered.key = LastGathered.whole = None
 
 
@@ -245,15 +248,15 @@ def in_backward() -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of an operation's schema that rules ask for each time it runs."""
+    """Facts of an operation, read from its schema once, that rules need each time it runs."""
 
-    name: str
-    rule: Rule | None
-    writes: bool  # into its first argument, which it returns; not where it is another one (the noise of `rrelu`)
-    reshapes: bool  # its first argument, in place
-    is_view: bool  # its result shares memory with its input
-    composite: bool  # made of other operations, which can be answered in its place
-    apart: Any  # of one that writes: the operation that gives the same as a new tensor; None where there is none
+    name: str  # of the ATen operation; of another library's with its namespace
+    rule: Rule | None  # None: it has none
+    writes: bool  # whether it writes into its first argument and returns it; False if it writes into another argument
+    reshapes: bool  # whether it changes the shape of its first argument in place
+    is_view: bool  # whether its result shares memory with its input
+    composite: bool  # whether it decomposes into other operations, which can be answered in its place
+    apart: Any  # the out-of-place operation of one that writes (`add` for `add_`); None if there is none
 
 
 @cache
@@ -279,7 +282,7 @@ def facts(func: Any) -> Facts:
 
 
 def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the tensor, whose own shape and strides an operation has changed; not what it holds."""
+    """Applies an in-place reshape `func` to the wrapper's own shape and strides, not to `local`; returns `tensor`."""
     with torch._C._DisableTorchDispatch():
         func(tensor, *args[1:], **kwargs)
     return tensor
@@ -291,14 +294,14 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the plain tensor at the bottom of a part of a part: this rank's memory."""
+    """Returns the plain tensor that holds this rank's values, inside any nesting of parts and sums."""
     while isinstance(tensor, Distributed):
         tensor = tensor.stored
     return tensor
 
 
 def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
-    """Returns the whole tensor's strides, in the memory order of the share."""
+    """Returns dense strides of the whole `shape`, its dims in the same memory order as those of the share `local`."""
     return strides_in_the_order_of(local.stride(), tuple(local.shape), tuple(shape))
 
 
@@ -306,7 +309,10 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
 def strides_in_the_order_of(
     strides_now: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns strides of a dense tensor of `shape`, its dims in the memory order of these strides and sizes."""
+    """Returns strides of a dense tensor of `shape` whose dims lie in memory in the order of a tensor's present ones.
+
+    strides_now, sizes  strides and sizes of the tensor that gives the order
+    """
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides_now[d], -d)):
         # a stride of zero repeats (expand): that dim has no memory of its own, unless it has one index here
@@ -317,12 +323,12 @@ def strides_in_the_order_of(
 
 
 def parts_in(tree: Any) -> list[Part]:
-    """Returns the tensors among arguments that are cut over the axis for which a rule is being applied."""
+    """Returns the parts in `tree` (arguments, nested) that are cut over the axis for which a rule is being applied."""
     return [part for part in tensors_in(tree, Part) if here(part)]
 
 
 def no_rule(func: Any, parts: list[Part]) -> str:
-    """Returns the message for an operation that cannot be done on parts."""
+    """Returns the message of an `Uncut` for operation `func`, with the shapes and cut dims of its `parts`."""
     first = parts[0]
     shapes = ", ".join(f"{tuple(p.shape)} cut along dim {p.dim_cut}" for p in parts)
     return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"

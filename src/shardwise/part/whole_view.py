@@ -1,11 +1,11 @@
-"""Where the cut of a tensor lies after a view, decided by the shapes that one process has.
+"""Find which dim of a view's result is cut, from the unsharded shapes that one process has.
 
-A view is answered for one axis after the other. For an axis further in, dims have been cut by those further out, and
-may be ones or zeros on some ranks: by such shapes ranks would come to different answers, and wait for each other.
+A view is answered for one axis after the other. For an inner axis, dims are already cut by the outer ones, and may be
+ones or zeros on some ranks. By such local shapes ranks would decide differently, and wait for each other for ever.
 
-    (B, 5, 5, C), rows over d0, all columns on one rank of d1
-    joined      (B, 25, C)          which of the two is d1's, owners of 25 indices no longer tell
-    apart       (B, 1, 5, 1, 5, C)  the factor that d1 cut is remembered, and found again
+    (B, 5, 5, C), rows cut over d0, all columns on one rank of d1
+    joined      (B, 25, C)          owners of the 25 indices do not tell which of the two dims d1 cut
+    split       (B, 1, 5, 1, 5, C)  `Part.factors` of the joined dim says which one
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardwise.part.tensor import Part
 
 @dataclass(frozen=True)
 class WholeView:
-    """The shapes of a view over all axes, before and after, as one process has them.
+    """The unsharded shapes of a view, before and after.
 
-    outer  (dim before, dim after) of each axis further out that cuts what is viewed
+    outer  (cut dim before, cut dim after) of each axis further out that cuts the viewed tensor
     """
 
     before: tuple[int, ...]
@@ -33,7 +33,7 @@ class WholeView:
     outer: tuple[tuple[int, int], ...] = ()
 
     def seen_as(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-        """Whether these shapes are the view's on some rank: dims may be smaller where axes further out cut them."""
+        """Whether the local shapes `before` and `after` may be this view's: only dims that `outer` cuts may differ."""
         # another number of dims is another view
         if len(before) != len(self.before) or len(after) != len(self.after):
             return False
@@ -43,7 +43,7 @@ class WholeView:
                    for d, (m, n) in enumerate(zip(whole, seen, strict=True)))  # fmt: skip
 
     def run(self, dim: int) -> tuple[range, range]:
-        """Returns (dims before, dims after) of the smallest run that the view rearranges, `dim` among them."""
+        """Returns (dims before, dims after) of the smallest run of dims that the view rearranges, with `dim` in it."""
         return next(pair for pair in groups(self.before, self.after) if dim in pair[0])
 
     def inside(self, to: range, place: int) -> int:
@@ -52,15 +52,15 @@ class WholeView:
 
 
 class _Whole(threading.local):
-    """The view that is being answered in this thread, with one process's shapes."""
+    """The view that rules are computing in this thread, with its unsharded shapes; None: none."""
 
     view: WholeView | None = None
 
     @contextmanager
     def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[WholeView]:
-        """Context: yields the whole shapes, before and after, of a view of this part to `shape`.
+        """Context that yields the `WholeView` of a view of this part to `shape`.
 
-        An axis further in keeps the view of the one around it, where that view is of these very shapes.
+        If the rule of an outer axis is answering the same view, it is that one's; else it has the part's own shapes.
         """
         before = self.view
         if before is None or not before.seen_as(tuple(part.shape), shape):
@@ -73,7 +73,7 @@ class _Whole(threading.local):
 
     @contextmanager
     def cut_along(self, before: int, after: int) -> Iterator[None]:
-        """Context: axes further in see that this one cuts the dim `before`, and the dim `after` of the result."""
+        """Context in which rules of inner axes see that this axis cuts dim `before`, and dim `after` of the result."""
         view = self.view
         assert view is not None
         self.view = replace(view, outer=(*view.outer, (before, after)))
@@ -87,9 +87,9 @@ WHOLE = _Whole()
 
 
 def goal_of(part: Part, whole: WholeView) -> int | None:
-    """Returns the dim along which a view's result is cut, told by one process's shapes; None: `regrouped` is to choose.
+    """Returns the dim along which a view's result is cut, from unsharded shapes; None: `regrouped` chooses.
 
-    Alike on all ranks. Raises `Uncut` where ranks' shares are no shares of one dim.
+    The same on all ranks. Raises `Uncut` if the ranks' elements are no shares of one dim.
     """
     goal = _taken_apart(part, whole)
     # told by the factor that was cut; or no axis further out, and `regrouped` may choose
@@ -111,10 +111,11 @@ Factors = tuple[int, int, int]
 
 
 def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
-    """Returns (outer, cut, inner) sizes, over all axes, of the cut dim among the dims that the view rearranges.
+    """Returns the unsharded sizes (outer, cut, inner) of the dims that the view rearranges together with the cut one.
 
-    Of a dim that views joined from several, `cut` is the one that was cut: where all of its indices lie on one rank,
-    owners do not tell later which one that was.
+    cut  size of the dim that was cut; if earlier views joined it with others, from `Part.factors`, since owners do not
+         tell it any more if one rank has all indices;  outer, inner  product of the sizes in front of it and behind
+    None if the remembered factors do not fill the dim any more, or a dim is empty.
     """
     size = whole.before[part.dim_cut]
     outer, cut, inner = part.factors or (1, size, 1)
@@ -128,7 +129,7 @@ def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
 
 
 def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
-    """Returns (outer, cut, inner) sizes of the dims joined in dim `dim` of a view's result; None where none are."""
+    """Returns the sizes (outer, cut, inner) joined in the cut dim `dim` of a view's result; None if none are."""
     factors = _cut_factor(part, whole)
     if factors is None:
         return None
@@ -145,7 +146,7 @@ def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
 
 
 def _taken_apart(part: Part, whole: WholeView) -> int | None:
-    """Returns the dim of a view's result that has the cut indices, where joined dims are taken apart; else None."""
+    """Returns the dim of a view's result with the cut indices, if the view splits a joined dim; else None."""
     # only of a dim that was joined is it unclear which of its factors was cut
     factors = _cut_factor(part, whole) if part.factors is not None else None
     if factors is None:

@@ -1,4 +1,4 @@
-"""Which plans fit a cluster, which is the fastest, and why the others are not."""
+"""Finds the plans that fit a cluster, the fastest first, with the reasons why others lost."""
 
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.door import plan, simulate

@@ -1,7 +1,7 @@
-"""A configured model whose layers are alike, and the same model with fewer of them, of which the whole is told.
+"""Finds configured models with equal layers, which are forecast from the same model with few layers.
 
-Alike are blocks of one structure: classes, shapes of weights, and plain attributes of every module inside, but for
-those that count with the block (`layer_idx`).
+Layers are equal if their modules have the same classes, shapes of weights and plain attributes, except for attributes
+that grow with the layer's index (`layer_idx`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardwise.heads import read_config
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
-DEPTHS = 5, 6  # of the models that are traced: of fewer, a layer is so much of the model that it is cut up itself
-WORTH = 2 * sum(DEPTHS)  # layers
+DEPTHS = 5, 6  # numbers of layers that are traced: with fewer, a layer would be split into blocks of its own
+WORTH = 2 * sum(DEPTHS)  # fewest layers for which tracing few of them saves time
 _PLAIN = (int, float, str, bool, tuple, list, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
 class AlikeLayers:
-    """The number of a task's layers, and a function that returns the task with another number of them."""
+    """A task's number of equal layers, and a function that returns the task with another number of layers."""
 
     count: int
     shorter: Callable[[int], Task]  # number of layers -> the task with as many
@@ -40,9 +40,12 @@ def with_layers(config: Any, count: int) -> Any:
 
 
 def alike_layers(config: Any, build: Callable[[], nn.Module], lora: LoraSection | None) -> int:
-    """Returns how many alike layers a configured model has; 0 where they differ, or are too few to gain by it."""
+    """Returns the number of equal layers of a configured model; 0 if they differ, or are too few to save time.
+
+    config  transformers' configuration, or its path; `build`: returns its model; `lora`: adapters, None without
+    """
     count = getattr(read_config(config), "num_hidden_layers", 0)
-    # patterns with numbers may adapt some layers and not others
+    # names with digits may select some layers for adapters and not others
     named = [] if lora is None else [*lora.targets, *lora.whole]
     if not isinstance(count, int) or count < WORTH or any(letter.isdigit() for name in named for letter in name):
         return 0
@@ -54,7 +57,7 @@ def alike_layers(config: Any, build: Callable[[], nn.Module], lora: LoraSection 
 
 
 def _alike(first: nn.Module, other: nn.Module, place: int) -> bool:
-    """Whether a block, `place` after the first, has its structure and attributes."""
+    """Whether a block that comes `place` blocks after the first has the same structure and attributes."""
     pairs = [*zip(first.named_modules(), other.named_modules(), strict=False)]
     weights = [[(name, param.shape, param.dtype, param.requires_grad) for name, param in block.named_parameters()]
                for block in (first, other)]  # fmt: skip
@@ -64,7 +67,7 @@ def _alike(first: nn.Module, other: nn.Module, place: int) -> bool:
 
 
 def _same_attributes(first: dict[str, Any], other: dict[str, Any], place: int) -> bool:
-    """Whether two modules' plain attributes are equal, or whole numbers that are `place` apart."""
+    """Whether two modules' plain attributes are equal, or are integers that differ by `place`."""
     return first.keys() == other.keys() and all(
         value == other[name] or (type(value) is int and type(other[name]) is int and other[name] - value == place)
         for name, value in first.items()

@@ -1,8 +1,8 @@
-"""List legal combinations of degrees and choices. A key comes as asked for by itself; one that is varied: `SEARCHED`.
+"""Lists legal layouts for a search. Keys in `SEARCHED` are varied; other keys (`SWITCHES`) are as the user fixed them.
 
-Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with
-pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload where
-something fits without; tiles beside tp or pp.
+Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. Not listed: zero >= 2 with pp > 1 unless
+the user fixed it (it reduces gradients and gathers weights for every micro-batch), offload if something fits without,
+tiles together with tp or pp. "Asked" means fixed by the user.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardwise.layout.plan import ALONG
 from shardwise.layout.schedule_kinds import KINDS, listed
 from shardwise.layout.zero_stages import SHARDED
 
-MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
-FAR_FROM = 16384  # positions that a rank keeps at least where heads are dealt beyond a node
-FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
+MOST_TOKENS = 2**19  # most tokens of a decoder's micro-batch, as no device holds more
+FAR_FROM = 16384  # fewest positions of a rank for which heads are dealt beyond a node
+FEW = 128  # samples of a rank up to which every divisor is tried as a micro-batch, above it powers of two
 UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under "
@@ -33,27 +33,27 @@ UNSEARCHED = (
     "than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the "
     "host, where something fits without (--fix offload=optimizer)"
 )
-SEARCHED = ("tp", "sp", "cp", "pp", "ep", "zero", "domain")  # beside keys that a layout has under other names
-SWITCHES = tuple(sorted(set(SAME_KEYS) - {*SEARCHED, "tp_whole", "stages"}))  # of a plan: as asked for, never searched
-MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
-MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
-HEADROOM = 0.08
-MOST_CP = 16
-NODES_OF_EXPERTS = 8  # over which experts are dealt, unless more are asked for
+SEARCHED = ("tp", "sp", "cp", "pp", "ep", "zero", "domain")  # plan keys that are varied, with those of other names
+SWITCHES = tuple(sorted(set(SAME_KEYS) - {*SEARCHED, "tp_whole", "stages"}))  # plan keys that are never varied
+MOST_SHARES, MOST_STAGES = 8, 4  # largest degrees of tp or ep, and pp, for a traced task, unless the user asks for more
+MOST_TILES, GRIDS = 16, 2  # most tiles of a field, and most grids for each number of tiles, unless one is asked for
+HEADROOM = 0.08  # default of `Constraints.headroom`
+MOST_CP = 16  # largest degree of cp and cp_ulysses for a decoder, unless the user asks for more
+NODES_OF_EXPERTS = 8  # most nodes over which experts are dealt, unless more are asked for
 CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
-CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
+CONTEXT_FROM = 4096  # with cp or cp_ulysses a rank keeps at least half as many positions
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user fixes or limits.
+    """The limits and values that the user gives to a search.
 
-    most          (axis, its largest degree) of tp, pp and cp
-    fixed         fields of a plan that every candidate has
-    headroom      share of a device's memory to leave free: by default as much as nine of ten forecasts of published
-                  runs are off by at most (`benchmarks/forecast.py`)
-    check         refuses a plan by raising `RefusedPlan`
-    offload       where nothing fits, plans whose optimizer lies on the hosts are told
+    most          (axis, largest degree) of tp, pp and cp
+    fixed         (key of a plan, value) that every plan must have
+    headroom      share of a device's memory to leave free; nine of ten forecasts of published runs are off by at most
+                  the default (`benchmarks/forecast.py`)
+    check         leaves out a plan by raising `RefusedPlan`; None: takes all
+    offload       whether plans with offloaded state are tried if nothing fits
     """
 
     most: tuple[tuple[str, int], ...] = ()
@@ -63,7 +63,7 @@ class Constraints:
     offload: bool = True
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a plan has the values that the user fixed."""
+        """Whether a plan has all the values in `fixed`."""
         # domain=2x1 and domain=2 are the same grid
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
@@ -72,7 +72,7 @@ class Constraints:
         values = {name: value for name, value in self.fixed if name in SWITCHES}
         if not values:
             return layout
-        # a key without what it needs (such as domain_depth without tiles) would make the plan invalid
+        # a key whose condition is not met (such as domain_depth without tiles) would make the plan invalid
         idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
@@ -85,7 +85,7 @@ class Constraints:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether the user fixed an offload of weights, which units of zero=3 alone allow."""
+        """Whether the user fixed an offload of weights, which only units of zero=3 allow."""
         return bool(placements(str(self.value("offload") or "none"), "parameters"))
 
     def precision(self, asked: str) -> str:
@@ -94,7 +94,7 @@ class Constraints:
 
 
 def _written(value: object) -> object:
-    """Returns a grid of tiles without trailing dims of one tile ((2, 1) becomes (2,)); other values as they are."""
+    """Returns a grid of tiles without trailing ones, (2, 1) as (2,); any other value unchanged."""
     while isinstance(value, tuple) and len(value) > 1 and value[-1] == 1:
         value = value[:-1]
     return value
@@ -108,7 +108,10 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Returns divisors of a rank's `samples` to try, up to `most`, ascending; above `FEW` powers of two, and all."""
+    """Returns the micro-batch sizes to try for a rank's `samples`, ascending and at most `most`.
+
+    These are all divisors; with more than `FEW` samples those that are powers of two, and all samples at once.
+    """
     powers = samples > FEW
     sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
     return [d for d in sizes if most is None or d <= most]
@@ -120,8 +123,8 @@ def decoder_layouts(
     """Yields the layouts of a decoder over `world` devices, `node` of them in a node. `global_batch`: samples."""
     for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
-        # tp lies in a node or takes whole ones. Heads and widths may be dealt unevenly inside a node, beside data ranks
-        # alone, and where each rank has a head of keys
+        # tp fits in a node or takes complete ones. Uneven heads and widths are listed only inside a node, with data
+        # ranks alone, and with a kv head for each rank
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
             continue
         # every stage needs at least one layer
@@ -130,7 +133,7 @@ def decoder_layouts(
         ):
             for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
                 dp = world // (tp * pp * cp * ulysses)
-                # data ranks have as many samples each; uneven heads and widths run beside data ranks alone
+                # data ranks have equally many samples; uneven heads and widths run with data ranks alone
                 if global_batch % dp or (uneven and pp * cp * ulysses > 1):
                     continue
                 base = Layout(tp=tp, sp=tp > 1, cp=cp, ulysses=ulysses, pp=pp, seq=seq)
@@ -140,16 +143,16 @@ def decoder_layouts(
 def _sequence(
     shape: Shape, seq: int, tp: int, ranks: int, node: int, constraints: Constraints
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yields pairs (cp, cp_ulysses): a ring, or heads dealt inside a node; both together only where asked for.
+    """Yields pairs (cp, cp_ulysses) for `ranks` ranks: a ring, or heads inside a node; both only if asked for.
 
-    Heads are dealt beyond a node where that is asked for, and where sequences are so long that attention outweighs it.
+    Heads are dealt beyond a node if asked for, or if sequences are so long that attention outweighs the messages.
     """
     most, asked = constraints.limit("cp", MOST_CP), constraints.value("cp_ulysses")
     for cp in _limit(divisors(ranks), most, constraints.value("cp")):
         for ulysses in _limit(divisors(ranks // cp), most, asked):
             if cp > 1 and ulysses > 1 and asked is None:
                 continue
-            # a causal ring deals each rank one block from either end of the sequence, so it cuts it in 2 cp blocks
+            # a causal ring gives each rank one block from either end of the sequence, so it has 2 cp blocks
             over = cp * ulysses
             if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
                 continue
@@ -160,7 +163,7 @@ def _sequence(
 
 
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
-    """Returns the degrees to look at: up to `most` and not every one; the fixed one alone where there is one."""
+    """Returns the degrees of `values` to try: `fixed` alone if it is not None, else some of those up to `most`."""
     if fixed is not None:
         return [value for value in values if value == fixed]
     # from 8 on only powers of two, and multiples of three for nodes of six devices:
@@ -169,7 +172,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Yields layouts of `base` on `dp` data ranks of `per_rank` samples: ZeRO, micro-batch, recompute, schedule, ep."""
+    """Yields `base` with ZeRO, micro-batch, recompute, schedule and ep, on `dp` data ranks of `per_rank` samples."""
     for zero, shard in _sharding(base, dp, node, constraints):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
@@ -182,7 +185,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
-    """Returns degrees of ep that divide experts and dp_shard, in a node or over whole nodes; [1] beside tp or cp."""
+    """Returns degrees of ep that divide experts and dp_shard, in a node or over complete nodes; [1] with tp or cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
     asked = constraints.value("ep")
@@ -195,14 +198,14 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
 def _sharding(base: Layout, dp: int, node: int, constraints: Constraints) -> Iterator[tuple[int, int]]:
     """Yields pairs (zero, dp_shard) for `dp` data ranks."""
     asked = constraints.value("zero")
-    if constraints.moves_weights:  # units of zero=3 alone are moved, those of a single rank too
+    if constraints.moves_weights:  # only units of zero=3 can be offloaded, even on a single rank
         yield from ((stage.number, dp) for stage in SHARDED if stage.weights and base.pp == 1)
         return
     yield 0, 1
-    # one rank alone holds these weights: nobody to share their state with
+    # a single rank holds these weights, so nothing can be sharded
     if dp * base.split_sequence == 1:
         return
-    # beside a pipeline, what communicates for every micro-batch only where asked for
+    # with a pipeline, stages that communicate for every micro-batch only if asked for
     for stage in SHARDED:
         if not stage.gradients or base.pp == 1 or asked is not None:
             yield stage.number, dp
@@ -213,7 +216,7 @@ def _sharding(base: Layout, dp: int, node: int, constraints: Constraints) -> Ite
 
 
 def _stages(constraints: Constraints) -> list[int]:
-    """Returns the stages of ZeRO that are tried beside cuts of a module."""
+    """Returns the ZeRO stages that are tried for a sharded module."""
     return [stage.number for stage in SHARDED if stage.searched or constraints.value("zero") is not None]
 
 
@@ -226,7 +229,7 @@ def _schedules(
         return
     asked = constraints.value("stages_per_rank")
     for name, kind in KINDS.items():
-        # a recomputed block would run twice in a split backward; some schedules run only where the user names them
+        # a recomputed block would run twice in a split backward; some schedules are tried only if asked for
         if (kind.split and recompute != "none") or not (kind.searched or name == constraints.value("schedule")):
             continue
         several = CHUNKS if kind.placed == "around" else (kind.stages_per_rank,)
@@ -236,7 +239,7 @@ def _schedules(
 
 
 def plan_of(layout: Layout, precision: str) -> Plan:
-    """Returns the plan with a layout's degrees and choices."""
+    """Returns the plan of a layout in a precision."""
     values: dict[str, object] = {
         **{name: getattr(layout, name) for name in (*SEARCHED, *SWITCHES)},
         **layout.along, "dp_shard": layout.shard, "dp_replicate": layout.replicas,
@@ -253,11 +256,9 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 
 
 def family(layout: Layout) -> str:
-    """Returns the name of a layout's kind: which axes are split, and what ZeRO shards."""
+    """Returns the name of a layout's kind, by its axes and its ZeRO stage, such as "ZeRO-1 + tp + pp"."""
     parts = []
-    # ranks that share state count as one kind, however many there are
     if layout.dp > 1 or layout.sharded.state:
-        # shards inside a group, replicas over the groups
         parts.append(layout.sharded.name + (" hybrid" if layout.sharded.state and layout.replicas > 1 else ""))
     if layout.tiles > 1:
         parts.append("domain")
@@ -271,7 +272,7 @@ def family(layout: Layout) -> str:
 
 
 def axes(layout: Layout) -> int:
-    """Returns how complicated a layout is, by axes and techniques in use: less is simpler to a reader."""
+    """Returns a number that orders layouts by complexity: 10 for each axis in use, plus its techniques."""
     count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ulysses", "ep", "pp", "replicas")) + (
         layout.shard > 1
     )
@@ -285,16 +286,17 @@ def axes(layout: Layout) -> int:
 def data_layouts(
     world: int, batch: int, node: int, recomputes: list[str], *, moves: bool = False
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yields layouts of data parallelism alone: replicas, ZeRO 1 to 3 over all ranks, ZeRO-3 inside a node.
+    """Yields layouts with data ranks alone: replicas, ZeRO 1 to 3 over all ranks, ZeRO-3 inside a node.
 
-    moves  weights lie elsewhere: ZeRO-3 alone, of one rank too
+    moves  whether weights are offloaded, which only ZeRO-3 allows, even on one rank
 
-    A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
-    over the most ranks that it does divide over, of one node or of whole ones, and over the largest even part of all.
+    A batch that does not divide over all ranks is dealt unevenly, as in a run. Layouts with fewer ranks are listed too:
+    the most ranks over which it divides, in one node or in complete ones, and the largest part of all that does.
     """
     whole = [d for d in divisors(batch) if d <= world and (d <= node or d % node == 0)]
     part = max(d for d in divisors(batch) if world % d == 0)
     for dp in dict.fromkeys([part, whole[-1], *([world] if batch >= world else [])]):
+        # hybrid sharding: shards inside a node, replicas across nodes
         inside = max((d for d in divisors(dp) if d <= node), default=1)
         shardings = {(0, 1), *((stage.number, dp) for stage in SHARDED if dp > 1)}
         shardings |= {(stage.number, inside) for stage in SHARDED if stage.weights and 1 < inside < dp}
@@ -310,7 +312,7 @@ def data_layouts(
 
 
 def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
-    """Returns pairs (samples of the largest micro-batch, number of micro-batches) for one data rank's share."""
+    """Returns pairs (samples of the largest micro-batch, number of micro-batches) for a rank of `dp` data ranks."""
     # even: every rank has the same micro-batches
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
@@ -319,7 +321,7 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     powers = [2**place for place in range(most.bit_length())]
     for micro in sorted({*powers, *([3] if most >= 3 else []), most}):
         n_micro = -(-batch // (dp * micro))
-        fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
+        fits = -(-batch // (dp * n_micro)) == micro  # else as many smaller ones are enough
         # every rank has a sample of every micro-batch
         if fits and batch // n_micro >= dp:
             splits.append((micro, n_micro))
@@ -329,9 +331,9 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
 def cut_layouts(
     world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yields layouts with tp (inside a node), pp, or both, times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for).
+    """Yields layouts with tp (inside a node), pp, or both, and replicas, ZeRO-1 or 3 (ZeRO-2 if asked for).
 
-    Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
+    Small degrees come first. Stages are at most `MOST_STAGES`, since every rank that differs is rehearsed.
     """
     tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.limit("tp", MOST_SHARES))]
     pps = [d for d in divisors(world) if 1 < d <= constraints.limit("pp", MOST_STAGES)]
@@ -364,9 +366,9 @@ def cut_layouts(
 
 
 def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -> Iterator[Layout]:
-    """Yields layouts that cut fields into tiles (`domain`), those with few tiles first; the other degrees are 1.
+    """Yields layouts that cut fields into tiles (`domain`), with few tiles first; all other degrees are 1.
 
-    sizes  of the field, along each dim of space
+    sizes  size of the field along each dim of space
     """
     asked = constraints.value("domain")
     for grid in [_grid(asked)] if isinstance(asked, tuple) else tile_grids(world, sizes):
@@ -374,7 +376,7 @@ def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -
 
 
 def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Yields layouts that cut sequences, small degrees first: a ring, heads dealt inside a node, both if asked for."""
+    """Yields layouts that cut sequences: a ring, heads inside a node, both if asked for; small degrees first."""
     most = constraints.limit("cp", MOST_SHARES)
     rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
     asked = {name: int(str(constraints.value(name) or 1)) for name in ALONG if name not in ("cp", "cp_ulysses")}
@@ -382,11 +384,11 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
     for degree in divisors(world):
         for cp in divisors(degree):
             ulysses = degree // cp
-            # both at once multiply the search: only where both are asked for
+            # both at once would multiply the layouts
             both = cp > 1 and ulysses > 1
             if rings not in (None, cp) or heads not in (None, ulysses) or (both and (rings is None or heads is None)):
                 continue
-            # heads are dealt inside a node, where an all-to-all is fast, unless --fix says otherwise
+            # an all-to-all is fast inside a node alone
             if (cp <= most or rings is not None) and (ulysses <= min(most, node) or heads is not None):
                 yield Layout(cp=cp, ulysses=ulysses, others=others, seq=1)
 
@@ -394,15 +396,15 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
 def spread_layouts(
     bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yields each of `bases`, which cut positions, with replicas, ZeRO-1 or 3 (ZeRO-2 if asked) over the ranks left.
+    """Yields each of `bases` (which cut positions) with replicas, ZeRO-1 or 3 (ZeRO-2 if asked) on the other ranks.
 
-    Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
+    Data ranks are as many as the batch divides over. zero shards over the ranks that cut positions too.
     """
     for base in bases:
         ranks, left_over = divmod(world, base.cut_positions)
         if left_over or base.cut_positions == 1:
             continue
-        # ranks that the batch does not divide over stay idle
+        # ranks over which the batch does not divide stay idle
         dp = max(d for d in divisors(ranks) if batch % d == 0)
         for micro in micro_batches(batch // dp):
             for zero, shard in [(0, 1), *((zero, dp) for zero in _stages(constraints))]:
@@ -414,10 +416,9 @@ def spread_layouts(
 
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns grids (tiles along each dim), fewest tiles first; of each number those with the shortest borders."""
+    """Returns grids (tiles along each dim), fewest tiles first, with the shortest borders for each number."""
     chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
-        # of more tiles nothing is looked at unless a grid is asked for
         if 1 < tiles <= MOST_TILES:
             every = product(*(divisors(tiles) for _ in sizes))
             # a grid of more tiles than cells along a dim has empty ones
@@ -439,7 +440,7 @@ def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Yields the layouts with ep over the ranks that shard, for each degree inside a node and up to `MOST_SHARES`."""
+    """Yields `layouts` with each degree of ep that divides the ranks that shard, in a node, up to `MOST_SHARES`."""
     asked = constraints.value("ep")
     for layout in layouts:
         for degree in divisors(layout.shard_ranks):

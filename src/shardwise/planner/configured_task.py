@@ -1,13 +1,13 @@
-"""A transformers `config.json` as a task with made-up samples, its model built by transformers (heads: heads.py).
+"""`configured`: a transformers `config.json` as a task with made-up samples, its model built by transformers.
 
-    head     the one whose model `architectures` names, else the first that transformers offers, else none (`headless`)
+    head     the one whose model `architectures` names, else the first that transformers offers (heads.py), else none
     sample   by the model's main input, its forward's arguments and sizes of the configuration; labels by the head
-    weights  none are ever made: the model is built without values and traced
+    weights  none are ever made, since the model is built without values and traced
 
-Where a configuration does not settle how an input lies, or which beside the main one are needed, several are given and
-the first that can be traced counts.
+If a configuration does not say how an input is laid out, or which further inputs are needed, several samples are made,
+and the first with which the model can be traced is used.
 
-*What this does not do*: pictures and sounds for models whose main input is text; custom code (`auto_map`).
+*What this does not do*: images and sounds for models whose main input is text; custom code (`auto_map`).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from shardwise.heads import (
 )
 from shardwise.task import Task
 
-NEAR = 2e-3  # of the parameters: a norm more or less in a layer is not told apart by numbers
+NEAR = 2e-3  # relative difference of parameter counts that is ignored (such as one norm more in each layer)
 OWN = "give the model as a task of your own (module:name), and its own forward is traced"
 CHANNELS_LAST = (
     "images in channels_last, as nets of convolutions are trained (--no-channels-last: as transformers builds them): "
     "hf.task(..., model=lambda base: base.to(memory_format=torch.channels_last))"
 )
-COMPANIONS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # what tokenizers make beside the ids
-WIDTHS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")  # of a spectrogram's column
-IMAGE = 224  # pixels, where nothing says how many
+COMPANIONS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # inputs from tokenizers -> their value
+WIDTHS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")  # keys of a spectrogram's height
+IMAGE = 224  # pixels of an image's side, if the model does not say
 Sample = dict[str, torch.Tensor]
 
 
 class MadeUp:
-    """A source whose samples are all the same made-up one."""
+    """A source of 2^20 samples that are all the same made-up one; `sample`: a batch of one."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -65,19 +65,19 @@ class MadeUp:
         return 2**20
 
     def read(self, indices: list[int], region: Any = None) -> Sample:
-        """Returns the made-up sample, expanded to one row for each index."""
+        """Returns a batch with the made-up sample once for each index, without copies."""
         return {name: tensor.expand(len(indices), *tensor.shape[1:]) for name, tensor in self.sample.items()}
 
 
 @dataclass(frozen=True)
 class Configured:
-    """The tasks that a model's configuration describes, for tracing.
+    """The tasks for a model's configuration, for tracing.
 
-    tasks    the same model with other samples; the first that can be traced is taken
-    samples  of each, in words
-    head     of `HEADS`
-    notes    assumptions, as sentences
-    hint     what to do where no sample can be traced
+    tasks    the same model with different samples, of which the first that can be traced is to be used
+    samples  description of each task's sample
+    head     a key of `HEADS`, or `BASE`
+    notes    assumptions, as lines for people
+    hint     end of the message if no sample can be traced
     of_images  whether the model's main input is images
     """
 
@@ -90,11 +90,12 @@ class Configured:
 
 
 def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Configured:
-    """Returns the model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
+    """Returns the model of a `config.json` (the file, its folder, or the configuration object) as tasks.
 
-    seq            of a sound, values or columns; None where the model reads no tokens, or a length that it names itself
-    channels_last  a model of images has its weights, and so what its convolutions compute, in that layout
-    Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
+    seq            tokens of a sample, or values or columns of a sound; None: the model reads neither, or says how many
+    channels_last  whether a model of images has its weights, and so its convolutions, in channels_last
+
+    Raises `InputError` if transformers cannot read it or has no such model, or if `seq` is missing or not used.
     """
     # a copy, since fields of it are set below
     config = copy.deepcopy(read_config(path))
@@ -102,7 +103,7 @@ def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Co
     kind, labels = _read_by(config, head)
     _refuse_absent(kind, path)
     if getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # labels are shifted behind it: any token does, and none is an error
+        config.decoder_start_token_id = 0  # the token before shifted labels; None would be an error
     build = partial(build_base, config) if head == BASE else partial(build_model, config, head)
     of_images = main_input(kind) == "pixel_values"
     if channels_last and of_images:
@@ -111,14 +112,17 @@ def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Co
     fields = {**(settings_of_base(config) if head == BASE else settings(config, head)), "model": build}
     examples = list(samples(config, kind, labels, seq, path, notes))
     tasks = tuple(Task(data=MadeUp(example), **fields) for example in examples)
-    # of a sound --seq is the length, which may be another than the model takes
+    # --seq is a sound's length, which the model may not accept
     sound = seq is not None and "input_ids" not in examples[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
     return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint, of_images)
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
-    """Returns (name of the head that a configuration means, `BASE` for none; remarks on it). Raises `InputError`."""
+    """Returns (name of the head of a configuration's model, or `BASE` without one; remarks for people).
+
+    Raises `InputError` if transformers has no such model with a known head, nor one without a head.
+    """
     able = _usual_first(config, heads_of(config))
     named, base = getattr(config, "architectures", None) or (), base_class(config)
     for head in able:
@@ -138,7 +142,7 @@ def head_of(config: Any, path: str) -> tuple[str, list[str]]:
 
 
 def _usual_first(config: Any, able: list[str]) -> list[str]:
-    """Returns the heads with the usual ones first: masked-lm for encoders, seq2seq for encoder-decoders."""
+    """Returns the heads of `able` with the usual one first: masked-lm for encoders, seq2seq for encoder-decoders."""
     first = ["masked-lm"] if not getattr(config, "is_decoder", False) else []
     if getattr(config, "is_encoder_decoder", False):
         first = ["seq2seq", "speech-seq2seq"]
@@ -151,15 +155,15 @@ def sizes_of(sample: Sample) -> str:
 
 
 def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
-    """Returns (remarks, whether transformers' own model has another number of parameters than `shape`, by over 0.2%).
+    """Returns (remarks, whether transformers' model and `shape` differ by more than 0.2% in parameters).
 
-    False where transformers does not build it.
+    False if transformers cannot build the model.
     """
     try:
         config = copy.deepcopy(read_config(path))
         with torch.device("meta"):
             model = build_model(config, "causal-lm")
-    except Exception as error:  # the numbers stand for themselves, as they do without transformers
+    except Exception as error:  # as without transformers, nothing is compared
         return [f"{path}: its parameters were not compared, since transformers does not build it: {error}"], False
     count = sum(parameter.numel() for parameter in model.parameters())
     if abs(shape.parameters - count) <= NEAR * count:
@@ -172,12 +176,12 @@ def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
 
 
 def _read_by(config: Any, head: str) -> tuple[Any, str]:
-    """Returns (class of the model, kind of its labels as in `labels_of`, "" where it has none)."""
+    """Returns (class of the model with this head, kind of its labels as in `labels_of`, "" without labels)."""
     return (base_class(config), "") if head == BASE else (model_class(config, head), labels_of(config, head))
 
 
 def _refuse_absent(kind: Any, path: str) -> None:
-    """Raise `InputError` where transformers has a stand-in for the class, whose library is not installed."""
+    """Raises `InputError` if `kind` is transformers' stand-in for a class whose library is not installed."""
     try:
         _ = kind.forward
     except ImportError as error:
@@ -187,14 +191,15 @@ def _refuse_absent(kind: Any, path: str) -> None:
 def samples(
     config: Any, kind: Any, labels: str, seq: int | None, path: str, notes: list[str]
 ) -> Iterator[Sample]:  # fmt: skip
-    """Yields batches of one sample that the model may accept, likeliest first.
+    """Yields batches of one sample that the model may accept, the likeliest first.
 
     kind     the class of the model
-    labels   their kind as in `labels_of`; "" for a model without labels
-    seq      tokens, or a sound's length; None where none was given
-    notes    remarks on what was assumed are added
+    labels   kind of its labels as in `labels_of`; "" for a model without labels
+    seq      tokens, or a sound's length; None: not given
+    path     text that names the configuration in messages
+    notes    list to which lines on assumptions are appended
 
-    Raises `InputError` for inputs and labels that are not made up here, and a `seq` that is missing or not read.
+    Raises `InputError` for kinds of inputs and labels that are not made up here, and if `seq` is missing or not used.
     """
     takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"
@@ -211,7 +216,7 @@ def samples(
     elif main == "pixel_values":
         examples = [{main: torch.zeros(1, *_picture(config, path, notes))}]
     elif main in ("input_values", "input_features"):
-        # beside a decoder's text, whose length --seq is, a sound has the model's own
+        # with a decoder --seq is the length of its text, and the sound has the model's own length
         free = seq if labels != "decoder" else None
         examples = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
@@ -226,7 +231,7 @@ def samples(
     if seq is not None and main == "pixel_values" and labels != "decoder":
         sizes = sizes_of(examples[0])
         raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes}, as it says itself: leave it out")
-    # without labels nothing tells a decoder its tokens: they are made up too
+    # without labels a decoder has no tokens, so these are made up too
     if not labels:
         later = {"decoder_input_ids": torch.zeros(1, seq or 1, dtype=torch.long)}
         yield from ({**example, **(later if "decoder_input_ids" in takes else {})} for example in examples)
@@ -236,8 +241,8 @@ def samples(
 
 
 def tokens(config: Any, count: int) -> torch.Tensor:
-    """Returns token ids (1, count): a token without special meaning, the eos token at the end where there is one."""
-    # special ids (padding, placeholders of pictures) are avoided, since a forward treats them differently
+    """Returns token ids (1, count) of one token without special meaning, with the eos token at the end if known."""
+    # special ids (padding, placeholders of images) are avoided, since a forward treats them differently
     named = [pair for part in parts_of(config) for pair in vars(part).items()]
     special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
@@ -267,7 +272,7 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
 
 def _preprocessed(path: str) -> Any:
     """Returns the image size in the preprocessor_config.json beside a configuration; None without such a file."""
-    if not isinstance(path, str):  # a configuration that lies nowhere
+    if not isinstance(path, str):  # a configuration object, without a folder
         return None
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
@@ -278,7 +283,10 @@ def _preprocessed(path: str) -> Any:
 
 
 def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
-    """Returns possible shapes of a sound (no batch dim): a spectrogram in both orders, or a waveform; [] if unknown."""
+    """Returns possible shapes of a sound without the batch dim: a spectrogram in both orders, or a waveform.
+
+    seq  its length; None: the configuration's. [] if neither is known.
+    """
     width, places = _find(config, *WIDTHS), _find(config, "max_source_positions")
     # positions are counted after a convolution of stride 2 (Whisper)
     own = 2 * places if isinstance(places, int) else _find(config, "max_length")
@@ -289,7 +297,7 @@ def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
 
 
 def _find(config: Any, *words: str) -> Any:
-    """Returns the first value that is not None under one of these names, in a configuration or those inside it."""
+    """Returns the first value that is not None under one of these names in a configuration or its parts, or None."""
     values = (getattr(part, word, None) for part in parts_of(config) for word in words)
     return next((value for value in values if value is not None), None)
 
@@ -313,7 +321,7 @@ def base_class(config: Any) -> Any:
 
 
 def build_base(config: Any) -> nn.Module:
-    """Returns the model of `base_class`, in float32, without a cache of keys and values."""
+    """Returns the model of `base_class`, in float32, with its key-value cache off."""
     for part in parts_of(config):
         if hasattr(part, "use_cache"):
             part.use_cache = False
@@ -321,7 +329,7 @@ def build_base(config: Any) -> nn.Module:
 
 
 def in_channels_last(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the model with its 4-D weights in channels_last, in which its convolutions then compute."""
+    """Returns the model that `build` makes with its 4-D weights, and so its convolutions, in channels_last."""
     return build().to(memory_format=torch.channels_last)
 
 
@@ -334,12 +342,12 @@ def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def settings_of_base(config: Any) -> dict[str, Any]:
-    """Returns {"inputs", "loss", "name"}: the fields of a `Task` beside its model and data."""
+    """Returns {"inputs": function, "loss": function, "name": text}, the fields of a `Task` besides model and data."""
     return {"inputs": inputs, "loss": made_up_loss, "name": config.model_type}
 
 
 def main_input(kind: Any) -> str:
-    """Returns the name of the model's main input: the class's own where its forward has it, else a usual one."""
+    """Returns the name of a model class's main input: its own if its forward takes it, else a usual one."""
     takes = tuple(inspect.signature(kind.forward).parameters)[1:]
     said = getattr(kind, "main_input_name", "input_ids")
     usual = ("pixel_values", "input_ids", "input_features", "input_values")

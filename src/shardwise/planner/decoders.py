@@ -1,4 +1,4 @@
-"""A decoder's numbers (`Shape`) by catalogue name or `config.json`. Its words: `WORDS`; a family: `FAMILIES`."""
+"""Reads a decoder's sizes (`Shape`) from the catalogue or a `config.json`, by `WORDS` (keys) and `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.cluster.catalogue import model
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
 
-WORDS = {  # of each number, as the families write it
+WORDS = {  # size -> keys of a configuration, one for each way in which families name it
     "hidden": ("hidden_size", "n_embd", "n_embed"),
     "layers": ("num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
@@ -39,16 +39,19 @@ NOT_ZERO = {word for name in (*NEEDED, "kv_heads", "head_dim", "ffn") for word i
 
 
 class NotByNumbers(InputError):
-    """A configuration of a model that widths and heads do not describe."""
+    """Raised for a configuration whose model `Shape` cannot describe by widths and heads."""
 
 
 def decoder_by_name(name: str) -> Shape:
-    """Returns the shape of a model of the catalogue; raises `InputError` with the nearest name for an unknown one."""
+    """Returns the shape of a model of the catalogue; raises `InputError` with the nearest name if it is unknown."""
     return Shape.from_row(model(name))
 
 
 def read_file(path: str) -> tuple[dict[str, Any], Path]:
-    """Returns (the keys of a transformers `config.json`, given by file or folder; the file). Raises `InputError`."""
+    """Returns (contents of a transformers `config.json`, its path); `path`: the file or its folder.
+
+    Raises `InputError` if there is none or it is not a JSON object.
+    """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -62,32 +65,31 @@ def read_file(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def decoder_from_config(path: str) -> Shape:
-    """Returns the shape that a `config.json` (the file, or its folder) describes; raises as `shape_of_config`."""
+    """Returns the shape of a `config.json`, given by file or folder; raises as `read_file` and `shape_of_config`."""
     config, file = read_file(path)
     return shape_of_config(config, str(file))
 
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
-    """Returns the `Shape` of the decoder that a transformers configuration describes.
+    """Returns the `Shape` of the decoder of a transformers configuration; `where`: its name in messages.
 
-    What it leaves out is as in its family (`model_type`; without one, as in Llama, or GPT-2 where it names `n_embd`).
-    Raises `NotByNumbers` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,
+    Keys that it lacks are as in its family (`model_type`; without one Llama, or GPT-2 if it has `n_embd`).
+    Raises `NotByNumbers` for a model that `Shape` cannot describe (an unknown family, an encoder, an encoder-decoder,
     another head than one over the vocabulary, compressed attention of another family than DeepSeek's, layers that
-    differ by more than dense ones in front), and `InputError` for numbers that cannot be true.
+    differ by more than the first dense ones), and `InputError` for impossible sizes.
     """
     kind = config.get("model_type") or ("gpt2" if "n_embd" in config else "llama")
-    # asked before its numbers, which another family names otherwise
+    # checked before the sizes, which another family may name otherwise
     if why := _other_family(kind) or _other_than_a_decoder(config, FAMILIES[kind]):
         raise NotByNumbers(_not_described(where, why))
     numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
-    # without these there is nothing to forecast
     if missing := [WORDS[name][0] for name in NEEDED if numbers[name] is None]:
         raise NotByNumbers(_not_described(where, f"it lacks {', '.join(missing)}"))
     return _shape(config, {name: value or 0 for name, value in numbers.items()}, FAMILIES[kind], where)
 
 
 def _other_family(kind: object) -> str:
-    """Returns why a `model_type` cannot be read, with the nearest known one; "" where it is among `FAMILIES`."""
+    """Returns why a `model_type` cannot be read, with the nearest known one; "" if it is a key of `FAMILIES`."""
     if kind in FAMILIES:
         return ""
     near = get_close_matches(str(kind), FAMILIES, 1)
@@ -103,10 +105,13 @@ def _not_described(where: str, why: str) -> str:
 
 
 def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily, where: str) -> Shape:
-    """Returns a member's shape; may raise `InputError`. `numbers`: by the keys of `WORDS`, 0 where none is given."""
+    """Returns the shape of a decoder of `family`; raises `InputError` for impossible sizes.
+
+    numbers  {key of `WORDS`: size}, 0 if the configuration lacks it
+    """
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
-    # the first layers of some mixtures have one plain feed-forward; a model without experts has nothing else
+    # the first layers of some mixtures have a dense feed-forward in place of experts
     dense = min(numbers["dense_layers"], numbers["layers"]) if experts else 0
     latent = {"q_latent", "kv_latent", "rope_dim", "value_dim"} if family.latent else set()
     bias = bool(config.get(family.bias_key, family.bias))
@@ -148,7 +153,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
 
 
 def _parallel(config: Mapping[str, Any], family: DecoderFamily) -> int:
-    """Returns how many norms precede attention and feed-forward that run in parallel; 0 where they run in sequence."""
+    """Returns the number of norms of a layer whose attention and feed-forward run in parallel; 0 if in sequence."""
     if family.one_kv and config.get("new_decoder_architecture"):  # Falcon of 40B and 180B
         return int(config.get("num_ln_in_parallel_attn") or 2)
     if not config.get(family.parallel_key, family.parallel):
@@ -157,14 +162,14 @@ def _parallel(config: Mapping[str, Any], family: DecoderFamily) -> int:
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, int]:
-    """Returns `window` (positions) and `windowed` (layers) where some layers have sliding-window attention, else {}."""
+    """Returns {"window": positions, "windowed": layers} if some layers have sliding-window attention, else {}."""
     kinds = config.get("layer_types") or ()
     window, windowed = config.get("sliding_window"), sum(kind == "sliding_attention" for kind in kinds)
     return {"window": int(window), "windowed": windowed} if window and windowed else {}
 
 
 def _contradiction(shape: Shape) -> str:
-    """Returns which two numbers of the shape contradict each other; "" where none do."""
+    """Returns text on two sizes of the shape that contradict each other, or ""."""
     if shape.heads % shape.kv_heads:
         return f"num_attention_heads={shape.heads} is not a multiple of num_key_value_heads={shape.kv_heads}"
     if shape.experts and not 0 < shape.top_k <= shape.experts:
@@ -173,8 +178,8 @@ def _contradiction(shape: Shape) -> str:
 
 
 def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily) -> int:
-    """Returns how many heads of keys and values a configuration means."""
-    if family.one_kv:  # Falcon and StarCoder: several only where the file says so
+    """Returns the number of kv heads of a configuration; `numbers`: as in `_shape`."""
+    if family.one_kv:  # Falcon and StarCoder have several kv heads only if the file says so
         if config.get("new_decoder_architecture"):
             return numbers["kv_heads"] or numbers["heads"]
         return 1 if config.get("multi_query", True) else numbers["heads"]
@@ -182,7 +187,7 @@ def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: Dec
 
 
 def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> int | None:
-    """Returns the value of the first of `words` that the file has, or None; `InputError` where it is no count."""
+    """Returns the value of the first key of `words` in the configuration, or None; `InputError` if it is no count."""
     for word in words:
         value = config.get(word)
         if value is None:
@@ -195,7 +200,7 @@ def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> in
 
 
 def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> str:
-    """Returns why a configuration is not a plain decoder; "" for one that is."""
+    """Returns why a configuration is not a decoder that `Shape` describes, or ""."""
     if config.get("is_encoder_decoder"):
         return "it is an encoder and a decoder"
     if config.get("kv_lora_rank") and not family.latent:
@@ -214,9 +219,9 @@ def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> s
 
 
 def configuration_of(shape: Shape, length: int) -> Any:
-    """Returns transformers' configuration of a decoder's numbers, for samples of `length` tokens.
+    """Returns a transformers configuration (Llama, Qwen2 or Qwen3) of a decoder's sizes for `length` tokens a sample.
 
-    Raises `InputError` for a decoder that is none of the kinds that its numbers alone make.
+    Raises `InputError` for a decoder that none of these has.
     """
     import transformers
 
@@ -224,6 +229,7 @@ def configuration_of(shape: Shape, length: int) -> Any:
         shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab,
         tied=shape.tied, qkv_bias=shape.qkv_bias, qk_norm=shape.qk_norm, name=shape.name,
     )  # fmt: skip
+    # any further trait of the shape would be lost in the configuration
     if plain != shape or (shape.qkv_bias and shape.qk_norm):
         raise InputError(
             f"--lora: {shape.name} is no plain decoder, whose numbers would make its modules: give its config.json, "
@@ -240,24 +246,24 @@ def configuration_of(shape: Shape, length: int) -> Any:
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """Traits of a family of decoders. Each `*_key` is the key of a configuration that overrides that trait, if any.
+    """Defaults of a family of decoders. Each `*_key` is the key of a configuration that overrides a default, or "".
 
-    tied        the output matrix is the embedding's, where the file does not say
-    positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table
-    one_kv      without a word on them, queries share one head of keys and values
-    latent      keys and values (and queries, where the file has a rank for them) come from narrow latents
-    parallel    attention and feed-forward read the same stream, through so many norms; 0: one after the other
+    tied        whether the output matrix is the embedding, if the file does not say
+    positions   rows of a learned position table in addition to `max_position_embeddings`; None: no table
+    one_kv      whether queries share one kv head, if the file does not say
+    latent      whether keys and values (and queries, if the file has a rank for them) are projected from latents
+    parallel    norms of a layer whose attention and feed-forward both read its input; 0: one after the other
     """
 
     tied: bool = False
-    gated: bool = True  # the feed-forward has three matrices
-    bias: bool = False  # on every layer's matrices
+    gated: bool = True  # whether the feed-forward has three matrices
+    bias: bool = False  # whether all matrices of a layer have biases
     bias_key: str = ""
-    qkv_bias: bool = False  # on queries, keys and values alone
+    qkv_bias: bool = False  # whether q, k and v have biases
     qkv_key: str = "attention_bias"
-    qk_norm: bool = False  # queries and keys are normalised head by head
-    layer_norm: bool = False  # else RMS norms
-    norm_bias: bool = True  # of layer norms
+    qk_norm: bool = False  # whether each head's queries and keys are normed
+    layer_norm: bool = False  # whether norms are layer norms, not RMS norms
+    norm_bias: bool = True  # whether layer norms have biases
     positions: int | None = None
     one_kv: bool = False
     latent: bool = False
@@ -299,6 +305,6 @@ FAMILIES: dict[str, DecoderFamily] = {
 
 
 def layers_differ(config: Mapping[str, Any]) -> str:
-    """Returns the key of a configuration by which its layers are not all alike; "" where they are."""
+    """Returns the key of a configuration which says that its layers differ, or ""."""
     alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1, "block_sparse_moe_step": 1}
     return next((name for name, plain in alike.items() if config.get(name) not in (None, plain)), "")

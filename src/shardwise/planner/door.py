@@ -1,4 +1,4 @@
-"""`plan` and `simulate` from Python; the command line: cli/foresee."""
+"""`plan` and `simulate`, for Python; the command line has them in cli/foresee."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SLOW_BF16 = (
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
-    """Whether `task` names a model without data: a catalogue name or a transformers configuration."""
+    """Whether `task` is text that names a model without data (a catalogue name or a transformers configuration)."""
     if not isinstance(task, str) or task in BUILTINS or task.endswith((".toml", ".py")):
         return False
     return task.endswith(".json") or Path(task).is_dir() or ":" not in task
@@ -60,13 +60,13 @@ def subject_of(
 
     A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
 
-    plan  the only one that will be asked about: a task is traced with its micro-batch then
-    say   is told what is being traced
-    randomness  as in `parallelize`: of dropout in a module that is traced
-    channels_last  the layout of a configured model's images: by default on accelerators
-    global_batch, seq  numbers or texts ("16M-tokens", "8k"); None: the task's own, which a name lacks
+    plan  the only plan that will be forecast, so that a task is traced with exactly its micro-batch; None: any plan
+    say   called with lines of progress
+    randomness  as in `parallelize`, for dropout in a traced module
+    channels_last  whether a configured model's images are in channels_last; None: on accelerators
+    global_batch, seq  numbers or texts ("16M-tokens", "8k"); None: the task's own, which a named model lacks
 
-    Raises `InputError` for arguments that the task lacks or does not take, `RefusedPlan` where it has no forecast.
+    Raises `InputError` for arguments that the task lacks or does not take, `RefusedPlan` if it has no forecast.
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
@@ -77,12 +77,12 @@ def subject_of(
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
     own = cluster.computing(PRECISIONS[precision].compute)
-    # another cluster where this device computes bf16 at a rate of its own, slower than fp16
+    # `computing` returns another cluster if bf16 is slower than fp16 on this device
     told = () if own is cluster else (SLOW_BF16.format(precision=precision, device=cluster.device),)
     where = _Where(own, soft, precision, plan, say, randomness, channels_last, told)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
-    # a decoder by numbers has formulas; all else is built and traced
+    # a decoder given by its sizes has formulas; any other model is built and traced
     if isinstance(task, AdaptedTask) and is_shape(task.reference):
         return where.adapted(task.reference, task.section, samples, length)
     if not is_shape(task):
@@ -94,7 +94,7 @@ def subject_of(
     if not (task.endswith(".json") or Path(task).is_dir()):
         if Path(task).is_file():
             raise InputError(f"task {task!r}: {which_task(task)}")
-        # packaged names: of models that are no decoders the configuration, of decoders the numbers
+        # the catalogue has sizes of decoders, and configurations of other models
         if (keys := configuration(task)) is not None:
             return where.named(task, keys, samples, length)
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
@@ -103,24 +103,27 @@ def subject_of(
 
 @dataclass(frozen=True)
 class _Where:
-    """A forecast's arguments beside the task; makes a `Subject` by numbers, by tracing, or from a configuration."""
+    """The arguments of a forecast except for its task; makes `Subject`s from sizes, by tracing, or a configuration.
+
+    In its methods `samples` is the global batch and `length` the tokens of a sample; None: not given.
+    """
 
     cluster: Cluster
     software: Software
     precision: str
     plan: Plan | None
-    say: Say  # tells the progress
+    say: Say  # called with lines of progress
     randomness: Randomness
     channels_last: bool | None
-    remarks: tuple[str, ...] = ()  # lines for the answer
+    remarks: tuple[str, ...] = ()  # lines for people
 
     def refuse_layout(self, what: str) -> None:
-        """Raise `InputError` where channels-last is asked for of `what`, a model without images."""
+        """Raises `InputError` if channels_last was given; `what`: text on the model, which has no images."""
         if self.channels_last is not None:
             raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a decoder by its numbers; `InputError` with randomness, without samples or length."""
+        """Returns the subject of a decoder given by its sizes; `InputError` without `samples` or `length`."""
         self.refuse_layout(name)
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
@@ -132,7 +135,10 @@ class _Where:
     def traced(
         self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
     ) -> Subject:
-        """Returns the subject of a task, traced (fp8: `InputError`); `layers`: alike ones, of which few are traced."""
+        """Returns the subject of a task by tracing it; raises `InputError` if the software computes in FP8.
+
+        layers  equal layers, of which only few are traced; None: the whole module is
+        """
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
@@ -156,19 +162,19 @@ class _Where:
         )  # fmt: skip
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
-        """Returns a configuration's subject, by its numbers or else traced; `InputError` where neither can be."""
+        """Returns the subject of a `config.json`, by sizes if they describe it, else traced; or raises `InputError`."""
         named = decoders.read_file(path)[0].get("model_type")
         try:
             shape = decoders.decoder_from_config(path)
         except decoders.NotByNumbers as why:
-            if not named:  # transformers cannot tell which model it is either
+            if not named:  # without model_type, transformers cannot build it either
                 raise
             if find_spec("transformers") is None:
                 install = "or install transformers, which builds it: pip install 'shardwise[hf]'"
                 raise InputError(f"{why}; {install}") from why
             return self._built(path, samples, length)
         remarks: list[str] = []
-        # a family's modules may have parameters that the numbers miss: transformers' own count decides
+        # modules may have parameters that the sizes miss, so transformers' own count decides
         # (test_numbers_that_are_not_those_of_the_model_give_way_to_a_trace)
         if named and find_spec("transformers") is not None:
             from shardwise.planner.configured_task import differs
@@ -179,12 +185,12 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a model without data, with adapters, traced; `InputError` without transformers."""
+        """Returns the subject of a named model with adapters, by tracing it; `InputError` without transformers."""
         if find_spec("transformers") is None:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
-        # packaged names: of models that are no decoders the configuration, of decoders the numbers
+        # the catalogue has sizes of decoders, and configurations of other models
         if (keys := configuration(named)) is not None:
             return self.named(named, keys, samples, length, lora)
         from shardwise.planner.decoders import configuration_of
@@ -198,7 +204,10 @@ class _Where:
         self, name: str, keys: dict[str, Any], samples: int | None, length: int | None,
         lora: LoraSection | None = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of a packaged model that is no decoder, traced; `InputError` without transformers."""
+        """Returns the subject of a catalogue model that is no decoder, traced; needs transformers (`InputError`).
+
+        keys  of its transformers configuration
+        """
         if find_spec("transformers") is None:
             raise InputError(f"{name} is built by transformers: pip install 'shardwise[hf]'")
         from transformers import AutoConfig
@@ -209,7 +218,10 @@ class _Where:
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
         config: Any = None,
     ) -> Subject:  # fmt: skip
-        """Returns transformers' model's subject, traced on the first made-up sample it takes; `InputError` for none."""
+        """Returns the subject of a model that transformers builds, traced on the first made-up sample that it accepts.
+
+        config  the configuration, None: the file or folder `path`. Raises `InputError` if it accepts no sample.
+        """
         from shardwise.planner.alike_layers import AlikeLayers, alike_layers, with_layers
         from shardwise.planner.configured_task import configured
 
@@ -218,7 +230,6 @@ class _Where:
         last = self.cluster.device.kind != "cpu" if self.channels_last is None else self.channels_last
         source = path if config is None else config
         made = configured(source, length, channels_last=last)
-        # a layout of images, which other models have none of
         if not made.of_images:
             self.refuse_layout(f"{path}, which has none")
         count = alike_layers(source, made.tasks[0].model, lora)
@@ -235,16 +246,16 @@ class _Where:
             layers = AlikeLayers(count, partial(shorter, place)) if count else None
             try:
                 subject = self.traced(with_adapters(task), samples, (*remarks, *made.notes), layers)
-                # reading=None: made-up samples say nothing about the cost of reading real ones
+                # reading=None, since made-up samples say nothing about the time to read real ones
                 return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:
-                # the model may accept the next kind of sample; where it accepts none, the first error is raised
+                # the model may accept the next kind of sample; if it accepts none, the first error is raised
                 errors.append(error)
         raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 
 
 def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan, device: Device) -> Plan:
-    """Returns the parsed plan; in the device's 16 bits where its text has no precision and `task` no data."""
+    """Returns the parsed plan, with the device's 16-bit precision if its text names none and `task` has no data."""
     parsed = Plan.parse(plan)
     if isinstance(plan, Plan) or not is_shape(task):
         return parsed
@@ -253,14 +264,14 @@ def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan, device: De
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:
-    """Raise `RefusedPlan` for a plan that no version can run, `InputError` for more ranks than there are devices."""
-    check(plan, kinds=("illegal",))  # what is not built yet is forecast, and said to be so
+    """Raises `RefusedPlan` for a plan that no version can run, `InputError` if it has more ranks than devices."""
+    check(plan, kinds=("illegal",))  # a plan that only a later version can run is forecast, with a remark
     if plan.world_size > cluster.world_size:
         raise InputError(f"plan {plan} needs {plan.world_size} devices; {cluster} has {cluster.world_size}")
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
-    """Returns the plan's layout for the subject's batch, dealt unevenly for an own task alone; raises as `of_plan`."""
+    """Returns the plan's layout for the subject's batch, which may be uneven for a task; raises as `of_plan`."""
     return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 
@@ -276,17 +287,19 @@ def plan(
     constraints: Constraints | None = None,
     channels_last: bool | None = None,
 ) -> Search:
-    """Returns every plan that fits, fastest first, and why the other families lost; nothing is run.
+    """Returns the plans that fit, fastest first, and why other families of plans lost; nothing is run.
 
-    task          a catalogue name ("llama3-8b"), a transformers `config.json`, or a task as `train` finds it
+    task          a catalogue name ("llama3-8b"), a transformers `config.json`, or a task as `train` takes it
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
-    global_batch  samples of a step, or text such as "16M-tokens"
-    seq           tokens of a sample, for a name or a configuration that reads them
-    precision     of the plans: by default bf16, fp16 where the devices' tensor cores take no bf16
-    randomness    as in `parallelize`: whether dropout is one process's, which a GPU's fused attention is not
-    channels_last  whether a configured model's images are so, as by default on accelerators
+    global_batch  samples of a step, or text such as "16M-tokens"; None: the task's own
+    seq           tokens of a sample, for a catalogue name or a configuration that reads tokens
+    precision     of the plans; None: bf16, or fp16 if the devices' tensor cores take no bf16
+    software      name of the implementation that is forecast
+    randomness    as in `parallelize`; with "global", attention with dropout cannot use a GPU's fused kernels
+    constraints   fixed fields and limits; None: no constraints
+    channels_last  whether a configured model's images are in channels_last; None: on accelerators
 
-    Raises `InputError` where no plan fits, with the nearest.
+    Raises `InputError` with the nearest plan if no plan fits.
     """
     where = Cluster.parse(cluster)
     precision = (constraints or Constraints()).precision(precision or where.device.half)
@@ -308,9 +321,11 @@ def simulate(
     randomness: Randomness = "global",
     channels_last: bool | None = None,
 ) -> Forecast:
-    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure.
+    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, source of each figure.
 
-    Arguments are those of `plan`. Raises `RefusedPlan` for a plan that cannot run, `InputError` for too few devices.
+    plan  text, the path of a .toml file, or a `Plan`; the other arguments are those of `planner.plan`
+
+    Raises `RefusedPlan` for a plan that cannot run, `InputError` for too few devices.
     """
     where = Cluster.parse(cluster)
     parsed = plan_for(task, plan, where.device)
@@ -323,7 +338,7 @@ def simulate(
 
 
 def possible(forecast: Forecast) -> Forecast:
-    """Returns the forecast; raises `ShardwiseError` where it is faster than the devices can be, a defect of ours."""
+    """Returns the forecast, or raises `ShardwiseError` if it is faster than its devices can compute (our defect)."""
     if forecast.impossible:
         raise ShardwiseError(forecast.impossible)
     return forecast

@@ -1,4 +1,4 @@
-"""`Proposal` (a plan with its forecast), `Search` (a result), and both as text and tables. Of whole jobs: worth."""
+"""`Proposal` (a plan with its forecast), `Search` (a result), and both as text and tables. For whole jobs: worth."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from shardwise.layout import Plan
 from shardwise.layout.rules import applying
 from shardwise.simulator.forecast import Forecast
 
-MOST_LOST = 16  # lines
+MOST_LOST = 16  # most lines on families that lost
 
 
 def search_text(search: Search, cluster: Cluster, subject: str, batch: str, command: str, top: int) -> str:
-    """Returns a search's result as text: the table, the best plan in detail, why the others lost."""
+    """Returns a search's result as text: a table, the best plan in detail, why other families lost.
+
+    subject, batch  descriptions of the model and of its global batch
+    command  the command line that runs the best plan
+    top      number of plans in the table
+    """
     best = search.best
     lines = [
         f"{subject} on {in_words(cluster)}, {batch}",
@@ -29,7 +34,6 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
         "",
         *_rows(search.proposals[:top], f"{best.forecast.rate[1]}/s"),
     ]
-    # the fastest plan may be one that this version only forecasts
     if best.runnable:
         lines += ["", f"no plan that this version runs fits; the first lacks: {best.runnable}"]
     if search.later:
@@ -53,14 +57,14 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
 
 
 def first_text(proposals: Sequence[Proposal], looked_at: int) -> str:
-    """Returns the table of the best plans so far, shown while a search goes on."""
+    """Returns the table of the best plans so far, shown while a search continues; `looked_at`: number of layouts."""
     rows = _rows(proposals, f"{proposals[0].forecast.rate[1]}/s")
     plans = "one plan" if looked_at == 1 else f"{looked_at:,} plans"
     return "\n".join([f"so far, of {plans} looked at (the search goes on; ctrl-C ends with the best):", *rows, ""])
 
 
 def _lost_lines(lost: dict[str, str]) -> list[str]:
-    """Returns a line for each reason; families that lost for the same reason share one, those short of memory last."""
+    """Returns one line for each reason in {family: reason}, those of memory last; equal reasons share a line."""
     names: dict[str, list[str]] = {}
     for name, why in sorted(lost.items(), key=lambda item: item[1].startswith("needs")):
         names.setdefault(why, []).append(name)
@@ -74,7 +78,10 @@ def _lost_lines(lost: dict[str, str]) -> list[str]:
 
 
 def _rows(proposals: Sequence[Proposal], rate: str) -> list[str]:
-    """Returns one line for each plan, best first; with what one host keeps where a plan has tiers."""
+    """Returns a table with one line for each plan, and columns for a host's bytes if any plan offloads.
+
+    rate  head of the column of samples or tokens per second
+    """
     tiers = [tier for tier in NAMES if any(tier in p.forecast.room.needed for p in proposals)]
     rows = [
         [
@@ -108,7 +115,7 @@ def _rate(value: float) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the rows as lines of aligned columns."""
+    """Returns the head and the rows as lines of aligned columns; each row has as many cells as the head."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
@@ -116,7 +123,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:
-    """Returns lines of text: where the step's time goes, what the memory holds, what the figures rest on."""
+    """Returns lines for people: the parts of the step's time, the terms of memory, the sources of the figures."""
     lines = [
         f"step {seconds_text(forecast.step_s)}, MFU {forecast.mfu:.1%} ("
         f"{'FLOPs counted from the trace' if forecast.convention == 'counted' else forecast.convention}), "
@@ -144,7 +151,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
-    """Returns lines that say on which links of the cluster each axis lies."""
+    """Returns lines for people with each axis's ranks, their distance, and the slowest tier that it crosses."""
     lines, stride = ["ranks, innermost first:"], 1
     for name, size in (
         ("tp", layout.tp), *reversed(layout.inner), ("dp_shard", layout.shard), ("pp", layout.pp),
@@ -158,7 +165,10 @@ def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
 
 
 def proposal_dict(p: Proposal) -> dict[str, Any]:
-    """Returns a proposal as JSON: plan, family, whether it can run, ranks, bytes, and the forecast's own fields."""
+    """Returns a proposal as a dict for JSON, with the keys of `Forecast.as_dict`.
+
+    runnable  True, or text on what this version lacks
+    """
     return {
         "plan": str(p.plan), "family": p.family, "runnable": p.runnable or True, "world_size": p.plan.world_size,
         "micro_batch": p.layout.micro_batch, "needed_bytes": p.forecast.needed_bytes, **p.forecast.as_dict(),
@@ -166,18 +176,18 @@ def proposal_dict(p: Proposal) -> dict[str, Any]:
 
 
 def lacking(plan: Plan) -> str:
-    """Returns why this version cannot run the plan, or why no version can; "" where it runs."""
+    """Returns why this version, or any version, cannot run the plan; "" if it can."""
     return "; ".join(f"{rule.combination}: {rule.reason}" for rule in applying(plan))
 
 
 def senseless(plan: Plan) -> bool:
-    """Whether the plan cannot be right in any version."""
+    """Whether no version can run the plan."""
     return any(rule.kind == "illegal" for rule in applying(plan))
 
 
 @dataclass
 class Proposal:
-    """A plan, its layout and its forecast."""
+    """A plan with its layout and its forecast; `family`: name of its kind (`candidates.family`)."""
 
     plan: Plan
     layout: Layout
@@ -186,21 +196,23 @@ class Proposal:
 
     @property
     def runnable(self) -> str:
-        """Returns "" where this version can run the plan, else what it lacks, as text."""
+        """Returns "" if this version can run the plan, else text on what it lacks."""
         return lacking(self.plan)
 
 
 @dataclass
 class Search:
-    """The result of a search: plans, best first, why other families lost, and notes.
+    """The result of a search.
 
-    proposals  plans that this version runs, from best to worst; those that it cannot run where there is no other
-    later      faster ones that this version cannot run yet, a few
-    lost       why each other family lost
-    notes      what to know
-    considered layouts that were looked at, of which `fitted` fit; `capacity`: bytes of a device that a plan could have
-    stopped    it was interrupted: the best so far
-    cluster    the part of it that was planned on, where no plan has all devices; else None
+    proposals  plans that fit and that this version runs, best first; if there are none, plans that it only forecasts
+    later      a few faster plans that this version cannot run yet
+    lost       {family: why it lost} of all families but the best plan's
+    notes      lines for people
+    considered number of layouts tried, of which `fitted` fit
+    seconds    seconds that the search took
+    capacity   bytes of a device that a plan could use
+    stopped    whether it was interrupted, so that these are the best so far
+    cluster    the part of the cluster that was planned on, if no plan uses all devices; else None
     """
 
     proposals: list[Proposal]

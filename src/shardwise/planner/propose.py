@@ -1,9 +1,9 @@
-"""`search` for the fastest plan that fits; how results are ordered. Order of trials, a user's limits: candidates.
+"""`search`: the fastest plan that fits, and the order of results. Which layouts are tried: candidates.
 
     every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
 
-Plans that this version runs come first; faster ones that it cannot run yet are listed apart. Of plans within 3% of the
-fastest the one that needs clearly less memory comes first, then the one with the fewest axes.
+Plans that this version can run come first; faster ones that it cannot run yet are listed separately. Among plans within
+3% of the fastest, the one that needs clearly less memory comes first, then the one with the fewest axes.
 """
 
 from __future__ import annotations
@@ -29,45 +29,51 @@ from shardwise.planner.subject import Subject, counts_that_do, first_devices
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 
-EXACT = 3  # proposals in front that are forecast from traces of their own micro-batch
-SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
-LATER = 3  # plans that this version cannot run yet, told beside those that it can
+EXACT = 3  # first proposals that are forecast again from traces of exactly their micro-batch
+SIMULATED = 24  # layouts that are simulated, the best by estimate; the best of each further family is added
+LATER = 3  # most plans listed that this version cannot run yet
 OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
     "or also what blocks keep for backward, or weights, until they are used, which each step waits for; more devices, "
     "a smaller batch or sequence, or adapters alone (--lora 16), as frozen weights have no such state, would do "
     "without. The best keeps {}"
 )
-EVERY_S = 0.3  # between two lines of progress
-# The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
+EVERY_S = 0.3  # seconds between two lines of progress
+# The best FIRST_ROWS plans so far are shown once: after FIRST_S seconds, or before a slow trace, but only once the
+# process's CPU time, that trace included, reaches SOON_S seconds, since a quick search needs no preliminary table
 FIRST_S, SOON_S, FIRST_ROWS = 2.0, 5.5, 3
-WAITING, HALF = 0.4, 1.15  # share of a step from which half of the devices are asked too; as fast within so much
-ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as little as any; above, in tenths of it
+WAITING, HALF = 0.4, 1.15  # share of waiting from which half of the devices are tried; slower by at most this factor
+ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device count as equal; above, by tenths of its memory
 
 
 @dataclass
 class _Looked:
-    """Result of `_look`: layouts that fit, with estimated seconds; the smallest memory of each family, in bytes.
+    """Result of `_look`.
 
-    crowded  of those that fit the devices and not their host: what the nearest needs there, and its layout
+    fits      (estimated seconds of a step, layout) of each layout that fits, fastest first
+    tightest  {family: (bytes of its smallest layout, that layout)}
+    crowded   (room that it needs on a host, layout) of the layout that fits the devices and misses the host's memory or
+              disk by least; None: no such layout
     """
 
-    fits: list[tuple[float, Layout]] = field(default_factory=list)  # (estimated seconds of a step, layout)
-    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)  # by family
+    fits: list[tuple[float, Layout]] = field(default_factory=list)
+    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
     crowded: tuple[Room, Layout] | None = None
-    considered: int = 0  # how many layouts were looked at
-    stopped: bool = False  # before all were, for want of time
+    considered: int = 0  # number of layouts tried
+    stopped: bool = False  # whether an interrupt ended it before all were tried
 
 
 def search(
     subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16",
     say: Say = silent, show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> Search:  # fmt: skip
-    """Returns the `Search` of a subject's plans on a cluster; `InputError`, with the nearest, where none fits.
+    """Returns the `Search` of a subject's plans on a cluster; raises `InputError` with the nearest if none fits.
 
-    An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
+    An interrupt (ctrl-C) ends it with the best so far, if there is one.
 
-    show  is given the best few so far, and of how many, once while the search goes on; `constraints` None: none
+    constraints  None: no constraints
+    say   called with lines of progress
+    show  called at most once during the search with (the best proposals so far, number of layouts tried); None: never
     """
     began = time.monotonic()
     constraints = constraints or Constraints()
@@ -76,13 +82,13 @@ def search(
         raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
     looked = _look(subject, cluster.world_size, constraints, precision, capacity, say, show)
-    # no layout exists (rather than none that fits): the batch may divide over fewer devices
+    # no layout exists at all, but the batch may divide over fewer devices
     if not looked.considered:
         return _on_part(subject, cluster, constraints, precision, say, show)
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        # the first tier that fits is enough where others cost more: a task is rehearsed again, and a disk is slower
+        # once something fits, no further tier is tried for a task (another rehearsal) nor a disk (slower)
         if looked.fits and (subject.own or in_tier(tier, "optimizer", "disk")):
             break
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
@@ -97,7 +103,7 @@ def search(
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
         further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
-        # a plan fits the devices with what it offloads, and hosts or disks lack room for that
+        # some plan would fit the devices, but hosts or disks lack room for what it offloads
         if looked.crowded is not None:
             raise InputError(no_host(*looked.crowded, looked.considered, subject, cluster, precision))
         alone = subject.memory(layout).peak == WEIGHTS_ALONE  # adapters would not help then
@@ -126,7 +132,7 @@ def search(
 
 
 def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
-    """Returns `offload` texts to try in turn where nothing fits otherwise; [] where a figure is not known."""
+    """Returns the `offload` texts to try in order if nothing fits; [] if a rate of the cluster is not known."""
     on_host = cluster.device.kind == "cpu"
     if (disk_rate(cluster) if on_host else cluster.device.host_gbps) is None:
         return []
@@ -135,7 +141,7 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     disks: list[str] = []
     if not on_host and disk_rate(cluster) is not None:  # for hosts of too little memory
         disks = ["optimizer:disk", canonical("optimizer:disk|parameters")]
-    # a decoder by its numbers is not forecast with activations elsewhere
+    # offloaded activations are forecast only for traced tasks
     if not subject.own:
         return [optimizer, *([] if on_host else [weights]), *disks]
     return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}"), *disks]
@@ -145,7 +151,7 @@ def _on_part(
     subject: Subject, cluster: Cluster, constraints: Constraints, precision: str, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None,
 ) -> Search:  # fmt: skip
-    """Returns the best search on the most devices that there are plans for; raises `InputError` where there is none."""
+    """Returns the fastest search on fewer devices, called if no plan has all; raises `InputError` if none fits."""
     why = nothing(subject, cluster, constraints)
     counts = counts_that_do(subject, cluster, constraints)
     results: list[tuple[float, Search]] = []
@@ -177,12 +183,11 @@ def _on_part(
 def _half_as_good(
     subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
-    """Returns [a note] where half of the devices are nearly as fast; else []. Only for a model by its numbers."""
+    """Returns [a note] if half of the devices are nearly as fast, else []; only for a decoder given by its sizes."""
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
-    # a task would be rehearsed again for the other number of devices; where ranks hardly wait, half of them take about
-    # twice as long
+    # a task would have to be rehearsed again; if ranks hardly wait, half of the devices take about twice as long
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
         return []
     looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
@@ -199,9 +204,9 @@ def _half_as_good(
 
 
 def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float) -> str:
-    """Returns one sentence naming a plan that fits on the next lower power of two devices; "" where none is known.
+    """Returns a sentence with a plan that fits on the next lower power of two of `world` devices, or "".
 
-    Asked of a model by its numbers alone: a task that is traced would be rehearsed again.
+    Always "" for a task, which would have to be rehearsed again.
     """
     count = 1 << (world.bit_length() - 1)
     if subject.own or count == world:
@@ -213,7 +218,7 @@ def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision:
 
 
 def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
-    """Returns one sentence on how much of a device's memory is kept free, and why."""
+    """Returns a sentence on the share of a device's memory that is kept free, and why."""
     memory = cluster.device.memory_gb
     return (
         f"{cluster.device.name} offers {bytes_text(memory.value * 1e9)} ({memory.kind}: {memory.source}), of which "
@@ -225,14 +230,16 @@ def _look(
     subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
-    """Returns estimates of all layouts, those that fit apart; an interrupt (ctrl-C) ends the search once some fit."""
+    """Tries all layouts on `world` devices and returns those that fit in `capacity` bytes, with estimated seconds.
+
+    An interrupt (ctrl-C) ends it if some fit. `say`, `show`: as in `search`.
+    """
     looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
     began, leader = last_line_at, ""
     shown = show is None
 
     def show_first(ahead: float = math.inf) -> None:
         nonlocal shown
-        # a search that ends before SOON_S shows only its final table
         if shown or time.process_time() + ahead < SOON_S:
             return
         run = _chosen(sorted(looked.fits, key=_seconds), precision)[0]
@@ -241,23 +248,23 @@ def _look(
             few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
             show(_sorted(few, capacity), looked.considered)
 
-    # a task calls this before a rehearsal that takes long, and tells how long
+    # a task calls this before a slow rehearsal, with its seconds
     if subject.when_long is not None:
         subject.when_long(show_first)
     try:
         for layout in map(constraints.applied, subject.layouts(world, constraints)):
             if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
                 continue
-            # a check leaves out what the user does not want to see, such as plans that this version cannot run
+            # the user's check leaves out plans, such as those that this version cannot run
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
                 continue
             looked.considered += 1
             name = family(layout)
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
-            if name not in looked.tightest or needed < looked.tightest[name][0]:  # by how much a family misses
+            if name not in looked.tightest or needed < looked.tightest[name][0]:  # for `lost`
                 looked.tightest[name] = (needed, layout)
             room = subject.room(layout) if needed <= capacity and layout.offload != "none" else Room()
-            if room.lacks:  # it fits on the device; its offloaded state does not fit on the host or disk
+            if room.lacks:  # it fits on the device, but its offloaded state not on the host or disk
                 looked.crowded = _nearer(looked.crowded, (room, layout))
             elif needed <= capacity:
                 seconds = subject.estimate(layout)
@@ -278,7 +285,7 @@ def _look(
 
 
 def _nearer(first: tuple[Room, Layout] | None, second: tuple[Room, Layout] | None) -> tuple[Room, Layout] | None:
-    """Returns the (room, layout) whose bytes exceed the host's by less; the other where one is None."""
+    """Returns the (room, layout) that exceeds the host's room by less; if one is None, the other."""
     if first is None or second is None:
         return first or second
     return min(first, second, key=lambda crowded: crowded[0].over)
@@ -289,7 +296,7 @@ def _seconds(item: tuple[float, Layout]) -> float:
 
 
 def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
-    """Whether a plan passes a test that raises `RefusedPlan`."""
+    """Whether `test` does not raise `RefusedPlan` for a plan."""
     try:
         test(candidate)
     except RefusedPlan:
@@ -298,7 +305,12 @@ def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
 
 
 def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layout], list[Layout]]:
-    """Returns (layouts to simulate: the best by estimate and of each family; the best that this version cannot run)."""
+    """Returns (layouts to simulate, layouts of plans that this version cannot run yet).
+
+    To simulate: the best by estimate, and the best of each family. Of the others: the best of each family.
+
+    fits  (estimated seconds, layout), fastest first
+    """
     run: list[Layout] = []
     later: dict[str, Layout] = {}
     seen: set[str] = set()
@@ -308,7 +320,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
         if len(run) >= SIMULATED and (name in seen or name in later):
             continue
         candidate = plan_of(layout, precision)
-        # listed apart, the best of each family, unless nothing else fits
+        # plans that this version cannot run are listed separately
         if lacking(candidate):
             if name not in later and not senseless(candidate):
                 later[name] = layout
@@ -319,9 +331,9 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 
 
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
-    """Simulates the layouts of `_chosen` and returns them as a sorted `Search`; raises `InputError` if none fits so."""
+    """Simulates the layouts of `_chosen` and returns a sorted `Search`; raises `InputError` if none of them fits."""
     run, later = _chosen(looked.fits, precision)
-    # nothing that this version runs fits: plans that it only forecasts are shown
+    # if nothing that this version can run fits, plans that it only forecasts are shown
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
     result = Search([], {}, stopped=looked.stopped)
@@ -329,14 +341,13 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
         for place, layout in enumerate(run):
             say(f"simulating {place + 1} of {len(run)}: {plan_of(layout, precision)}")
             result.proposals.append(_proposal(subject.simulate, layout, precision))
-        # stages of unlike chunks keep more than the estimate's even ones
+        # unequal stages keep more than the estimate, which assumes equal ones
         fitting = [p for p in result.proposals if p.forecast.fits(capacity)]
-        # with traces of their own micro-batch the forecasts below decide
+        # if there are exact forecasts, these decide below
         if not fitting and subject.exact is None:
             raise _none_fits(result.proposals, capacity)
         result.proposals = fitting or result.proposals
         result.proposals = _sorted(result.proposals, capacity)
-        # the first few are forecast again by traces of their own micro-batch, which may change the order
         if subject.exact is not None:
             result.proposals = _exact(subject, result.proposals, precision, capacity, say)
         fastest = min(p.forecast.step_s for p in result.proposals)
@@ -351,7 +362,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
 
 
 def _by_adapters(subject: Subject, layout: Layout, needed: float) -> str:
-    """Returns the sentence on adapters, with what they would leave out; "" where that is less than a quarter."""
+    """Returns a sentence that proposes adapters, or "" if they would save less than a quarter of `needed` bytes."""
     fullest = max(subject.simulate(layout).memory, key=lambda ledger: ledger.allocated)
     of_trained = fullest.terms.get("gradients", 0.0) + fullest.terms.get("optimizer", 0.0)
     if of_trained < needed / 4:
@@ -363,7 +374,7 @@ def _by_adapters(subject: Subject, layout: Layout, needed: float) -> str:
 
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
-    """Returns the error for proposals none of which fits, with what the nearest needs."""
+    """Returns the error that none of these proposals fits, with the bytes that the nearest one needs."""
     nearest = min((p.forecast for p in proposals), key=lambda forecast: forecast.needed_bytes)
     lacks = [nearest.room.line(tier) for tier in nearest.room.lacks]
     if nearest.needed_bytes > capacity:
@@ -374,13 +385,13 @@ def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
-    """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch.
+    """Returns the proposals sorted again, the first `EXACT` forecast from traces of exactly their micro-batch.
 
-    Those that do not fit by these are left out; raises `InputError` where none is left.
+    Proposals that no longer fit are left out; raises `InputError` if none is left.
     """
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
-    # an exact forecast may be slower and move a rough one to the front: repeat until all in front are exact
+    # an exact forecast may be slower and bring another proposal to the front, hence the loop
     while rough := [p for p in out[:EXACT] if p.layout not in done]:
         say(f"looking closely at {rough[0].plan}")
         better = [_proposal(subject.exact, p.layout, precision) for p in rough]
@@ -397,20 +408,20 @@ def _proposal(simulate: Callable[[Layout], Forecast], layout: Layout, precision:
 
 
 def _possible(proposals: list[Proposal]) -> None:
-    """Raises `ShardwiseError` where a forecast is faster than devices can be: no figure of the search is right then."""
+    """Raises `ShardwiseError` if a forecast is faster than its devices can compute, since no figure is right then."""
     for proposal in proposals:
         if proposal.forecast.impossible:
             raise ShardwiseError(f"plan {proposal.plan}: {proposal.forecast.impossible}")
 
 
 def _sorted(proposals: list[Proposal], capacity: float) -> list[Proposal]:
-    """Returns proposals best first: within 3% of the fastest by tenths of a device's memory, then number of axes."""
+    """Returns proposals best first: within 3% of the fastest by tenths of `capacity`, then by number of axes."""
     fastest = min((p.forecast.step_s for p in proposals), default=0.0)
 
     def order(p: Proposal) -> tuple[float, ...]:
         if p.forecast.step_s > WITHIN * fastest:
             return 1, p.forecast.step_s
-        # in tenths of a device, and alike below half of one: nobody needs the memory that more axes would save there
+        # below half of a device all count as equal, since nobody needs the memory that more axes would save there
         # (test_of_plans_as_fast_the_leaner_comes_before_the_simpler)
         filled = max(ROOMY, p.forecast.needed_bytes / capacity)
         return 0, math.ceil(CLASSES * filled), axes(p.layout), p.forecast.step_s

@@ -1,4 +1,4 @@
-"""Reasons of a search (propose): what the best plan rests on, why other families lost, why there was no candidate."""
+"""Texts of a search (propose): advice on the best plan, why other families lost, why no plan fits."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking
 from shardwise.planner.subject import Reading, Subject
 
-DRAWN = 1.1  # times as long with draws of one process, from which that is told
-WITHIN = 1.03  # plans this close count as equal
-MOST_AWAY = 4096  # samples, of the nearest batch that would do
-LOOKED_AT = 200  # layouts of each other batch
-MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a message on what there is
+DRAWN = 1.1  # factor on a step's time by randomness=global from which a note says so
+WITHIN = 1.03  # plans whose times differ by less than this factor count as equally fast
+MOST_AWAY = 4096  # samples by which another global batch that is proposed may differ
+LOOKED_AT = 200  # layouts that are tried for each such batch
+MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts read, and values of a field listed, in a message on possible values
 
 
 def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -> list[str]:
-    """Returns lines of advice: when not to distribute, what limits the best plan, what to try first."""
+    """Returns lines of advice for people: when not to distribute, what limits the best plan, what to try first.
+
+    capacity  bytes of a device that a plan may use
+    """
     out = list(subject.remarks)
     best = result.best
     parts = best.forecast.parts
     reads = subject.reading() if subject.reading is not None else None
     if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
         out.append(_input_bound(reads, wait, best))
-    # advice on distributing; there is none where there is one device
     if cluster.world_size > 1:
         single = _alone(subject, best.layout, capacity)
         if single is not None:
             layout, needed = single
             slow, fast = subject.estimate(layout), best.forecast.step_s
-            if reads is not None:  # a step takes as long as its input does
+            if reads is not None:  # a step cannot be faster than its input is read
                 slow = max(slow, reads.wait(layout, subject.global_batch))
                 fast = max(fast, reads.wait(best.layout, subject.global_batch))
             bound = ", its input included" if slow > subject.estimate(layout) else ""
@@ -51,7 +53,6 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
         if waiting > 0.4:
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
-    # exact randomness costs time: the user learns how much only where it is much
     if subject.draws is not None and (pair := subject.draws(best.layout)) and pair[0] > DRAWN * pair[1]:
         out.append(
             f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of replicas "
@@ -65,7 +66,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
 
 
 def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
-    """Returns one line on input that takes longer than the step, and the remedy."""
+    """Returns the line on input that takes `wait` seconds, longer than the step, and its remedy."""
     step = best.forecast.step_s
     what = "every rank makes the global batch" if reads.whole else "a rank reads its samples"
     cure = (
@@ -80,9 +81,12 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 
 
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
-    """Returns (fastest layout on one device that fits, bytes it needs), or None."""
+    """Returns (fastest layout on one device that fits in `capacity` bytes, bytes that it needs), or None.
+
+    like  layout whose recompute, offload and other choices it shares
+    """
     fits: list[tuple[float, Layout, float]] = []
-    zero = like.zero if placements(like.offload, "parameters") else 0  # weights of zero=3 alone lie elsewhere
+    zero = like.zero if placements(like.offload, "parameters") else 0  # only units of zero=3 can be offloaded
     for micro in micro_batches(subject.global_batch):
         # each micro-batch is tried: test_one_device_is_compared_at_its_own_best_micro_batch
         layout = like.with_(
@@ -100,7 +104,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 
 def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]]) -> dict[str, str]:
-    """Returns {family of data parallelism that had no layout: why}."""
+    """Returns {family of data parallelism without any layout: reason}; `seen`: families that had layouts."""
     world, batch = cluster.world_size, subject.global_batch
     if world == 1:
         return {}
@@ -111,13 +115,17 @@ def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layou
 def lost(
     result: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
 ) -> dict[str, str]:  # fmt: skip
-    """Returns {family of plans: one line on why it lost} for each family but the winner's."""
+    """Returns {family of plans: one line on why it lost} for each family but the winner's.
+
+    tightest  {family: (bytes of its smallest layout, that layout)}
+    """
     best = result.best
     out = {}
     for name, (needed, layout) in sorted(tightest.items()):
         if name == best.family:
             continue
         mine = [p for p in result.proposals if p.family == name]
+        # a family that was simulated lost by time, any other one by memory or since this version cannot run it
         if mine:
             out[name] = _slower(min(mine, key=lambda p: p.forecast.step_s), best)
         elif needed > capacity:
@@ -136,7 +144,7 @@ def _short(layout: Layout) -> str:
 
 
 def _slower(rival: Proposal, best: Proposal) -> str:
-    """Returns one line on which part of the rival's step costs most more than the winner's."""
+    """Returns the line on a family that lost by time: the part of its step that exceeds the winner's by most."""
     slower = rival.forecast.step_s / best.forecast.step_s - 1
     names = set(rival.forecast.parts) | set(best.forecast.parts)
     more = {n: rival.forecast.parts.get(n, 0.0) - best.forecast.parts.get(n, 0.0) for n in names}
@@ -149,7 +157,7 @@ def _slower(rival: Proposal, best: Proposal) -> str:
 
 
 def _recomputes(proposal: Proposal) -> int:
-    """Returns the place of the recompute policy in `RECOMPUTES`, from least to most recomputed."""
+    """Returns the index of the recompute policy in `RECOMPUTES`, which go from least to most recomputed."""
     return RECOMPUTES.index(proposal.layout.recompute)
 
 
@@ -157,7 +165,7 @@ def _recomputes(proposal: Proposal) -> int:
 
 
 def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
-    """Returns why a search had no layout to look at, and the nearest batch for which there would be one."""
+    """Returns a sentence on why a search had no layout to try, with the nearest batch that has one."""
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     world, batch = cluster.world_size, subject.global_batch
     other = subject.with_batch
@@ -177,8 +185,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 
 def contradiction(world: int, constraints: Constraints) -> str:
-    """Returns a sentence on how fixed fields contradict each other, a limit or the devices; "" where they do not."""
-    # only what the user fixed can contradict itself
+    """Returns a sentence on fixed fields that contradict each other, a limit or the `world` devices, or ""."""
     if not constraints.fixed:
         return ""
     try:
@@ -203,12 +210,15 @@ def contradiction(world: int, constraints: Constraints) -> str:
 def no_host(
     room: Room, layout: Layout, considered: int, subject: Subject, cluster: Cluster, precision: str
 ) -> str:  # fmt: skip
-    """Returns why no plan fits where hosts lack room for what is moved off their devices, and what would help."""
+    """Returns the sentence on why no plan fits if hosts lack memory or disk for offloaded state, with remedies.
+
+    room, layout  of the plan that misses by least; `considered`: number of layouts tried
+    """
     nearest = f"the nearest that fits the devices, {plan_of(layout, precision)}, keeps {'; '.join(room.lines)}"
     weights = weights_on_host(layout.offload)
     on_disk = canonical("optimizer:disk|parameters" if weights else "optimizer:disk")
     more, cures = "", ["more hosts, or hosts with more", "adapters alone (--lora 16)"]
-    # what the host's memory has no room for may have it on a disk, unless that was looked at already
+    # state that does not fit in the host's memory may fit on a disk, unless that layout is the one that failed
     if "host" in room.lacks and layout.offload != on_disk:
         moved = subject.room(layout.with_(offload=on_disk))
         kept = f"offload={on_disk}, which keeps {'; '.join(moved.lines)}"
@@ -221,16 +231,15 @@ def no_host(
 
 
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
-    """Returns which fixed fields no searched plan has, and their possible values; "" where there is no plan at all."""
+    """Returns a sentence on fixed fields that no searched plan has, with possible values; "" if there is no plan."""
     limits = replace(constraints, fixed=(), check=None)
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
-    # the same search without what is fixed: nothing there either means another reason
+    # no plan even without the fixed fields, so these are not the reason
     if not plans:
         return ""
     problems = []
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
-        # told by value, as far as there are few of them
         if value not in values:
             choices = ", ".join(map(shown, sorted(values, key=lambda choice: (str(type(choice)), choice))[:FEW_VALUES]))
             problems.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={choices}")
@@ -239,16 +248,16 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns the value of a plan's field as text, as in a plan."""
+    """Returns the value of a plan's field as a plan's text has it (a tuple as "2x1")."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
-    """Whether any of the first `LOOKED_AT` layouts meets the constraints."""
+    """Whether any of the first `LOOKED_AT` layouts on `world` devices meets the constraints."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
     return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
 
 
 def _asked(constraints: Constraints) -> str:
-    """Returns the precision that is fixed, or the default."""
+    """Returns the precision that is fixed, or "bf16"."""
     return str(constraints.value("precision") or "bf16")

@@ -1,4 +1,4 @@
-"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_layouts for any task."""
+"""`Subject`: what a search needs of a model. Made here for decoders given by sizes, by traced_layouts for tasks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ SIXTEEN_BITS = tuple(name for name, row in PRECISIONS.items() if BYTES[row.compu
 
 @dataclass(frozen=True)
 class Subject:
-    """What a search needs to know about a model.
+    """A model with its global batch, as a search sees it: which layouts there are, and functions that forecast them.
 
-    layers, global_batch, seq  blocks; samples of a step; tokens of a sample, 1 for a task that is traced
-    layouts   (devices, constraints) -> those to look at
-    estimate  seconds of a step, quickly; `memory`: of the fullest rank; `simulate` raises `RefusedPlan`
+    layers        number of repeated blocks
+    global_batch  samples of a step
+    seq       tokens of a sample; 1 for a traced task
+    layouts   (number of devices, constraints) -> the layouts to try
+    estimate  layout -> quick estimate of a step's seconds
+    memory    layout -> memory of the rank that allocates most
+    simulate  layout -> forecast; raises `RefusedPlan`
     """
 
     name: str
@@ -45,33 +49,35 @@ class Subject:
     estimate: Callable[[Layout], float]
     memory: Callable[[Layout], MemoryLedger]
     simulate: Callable[[Layout], Forecast]
-    room: Callable[[Layout], Room]  # what the tiers of one host's ranks take
-    remarks: Sequence[str] = ()  # may grow while layouts are looked at
-    own: bool = False  # a task that can be trained, not a shape by name
-    # the same with another global batch, where that is cheap to ask for
+    room: Callable[[Layout], Room]  # bytes that offloading takes on one host
+    remarks: Sequence[str] = ()  # lines for people; tracing a layout may add some
+    own: bool = False  # whether it is a task that can be trained, not a shape by name
+    # samples of another global batch -> the subject with it; None: not supported
     with_batch: Callable[[int], Subject] | None = None
-    reading: Callable[[], Reading] | None = None  # times the task's input
-    # the same as `simulate`, from traces of the very micro-batch, where others are on a line between two
+    reading: Callable[[], Reading] | None = None  # times the task's input; None: it has no data
+    # as `simulate`, from a trace of exactly the layout's micro-batch; None: `simulate` is exact already
     exact: Callable[[Layout], Forecast] | None = None
-    # takes a function to call before what takes so many seconds: a search shows what it knows by then
+    # registers a function that is called with the seconds which a slow trace will take, before it begins
     when_long: Callable[[Callable[[float], None]], None] | None = None
-    # seconds of a step of data ranks with the plan's micro-batch, with draws of one process and with a GPU's own; None
-    # where nothing is drawn so
+    # layout -> seconds of a step of data ranks with (randomness="global", "fast"); None: no random numbers
     draws: Callable[[Layout], tuple[float, float] | None] | None = None
-    sample: str = ""  # made up for a model without data, in words
-    head: str = ""  # of transformers, for a model that was built of a configuration
-    unsearched: str = ""  # which plans a search does not look at, in words
+    sample: str = ""  # description of the made-up sample of a model without data
+    head: str = ""  # name of the transformers head, for a model built from a configuration
+    unsearched: str = ""  # which plans a search does not try, for people
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
-    """Returns a decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    """Returns the `Subject` of a decoder given by its sizes; raises `InputError` if `precision` is not of 16 bits.
+
+    global_batch  samples of a step; `seq`: tokens of a sample
+    """
     if precision not in SIXTEEN_BITS:
         raise InputError(
             f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
             f"not {precision}; a task of your own is traced in any precision"
         )
-    # shardwise keeps what the precision says; other software has one policy of its own, but for masters in 16 bits
-    if soft.name == "shardwise" or precision == "bf16-full":  # the others have one policy beside masters in float32
+    # other software has one dtype policy of its own, which only `bf16-full` (no float32 masters) replaces
+    if soft.name == "shardwise" or precision == "bf16-full":
         soft = replace(soft, states=precision if precision in STATES else "bf16")
     estimators = cache(partial(Estimator, shape, cluster))
     node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
@@ -90,14 +96,14 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
 
 def _forecast(shape: Shape, layout: Layout) -> Layout:
-    """Returns the layout unchanged; raises `RefusedPlan` where a decoder of this shape cannot have it."""
+    """Returns the layout unchanged, or raises `RefusedPlan` if it is not forecast for a decoder of this shape."""
     refuse(layout)
     if layout.ep > max(shape.experts, 1):
         have = f"{shape.experts} experts" if shape.experts else "no experts"
         raise RefusedPlan(f"ep={layout.ep} deals experts over ranks, and {shape.name or 'this decoder'} has {have}")
     stages, parts = layout.pp * layout.chunks, shape.layers + 2
+    # every stage holds a layer, the embedding or the head
     if stages > parts:
-        # every stage has a layer, the embedding or the head at least
         raise RefusedPlan(
             f"{stages} stages of {parts} parts: {shape.name or 'this decoder'} has {shape.layers} layers, an embedding "
             "and a head, and every stage holds one of them at least: lower pp or stages_per_rank"
@@ -106,7 +112,6 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
     if layout.others:
         named = ", ".join(f"{name}={degree}" for name, degree in layout.others)
-        # an axis that only a traced module has
         raise RefusedPlan(f"{named} is forecast by tracing a module, and a decoder's numbers are none: name its task")
     if layout.position_chunks > 1:
         raise RefusedPlan(
@@ -119,11 +124,11 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
     return layout
 
 
-MOST_COUNTS = 2  # of the largest that do, beside the largest power of two
+MOST_COUNTS = 2  # numbers of devices that `counts_that_do` returns, besides the largest power of two
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """Returns the cluster made of the first `count` devices (rounded up to whole units of a tier)."""
+    """Returns a cluster of the first `count` devices, rounded up to complete units of each tier."""
     tiers, left = [], count
     for tier in cluster.tiers:
         size = min(tier.count, left)
@@ -134,21 +139,21 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints) -> list[int]:
-    """Returns smaller numbers of devices that have plans: the largest ones of whole nodes, and a power of two.
+    """Returns smaller numbers of devices for which there are plans: the largest of complete nodes, and a power of two.
 
-    For a model by its numbers, of which it is quick to ask, and where no field of the plan was fixed; else none.
+    Returns [] for a traced task, which would take too long, and if the user fixed a field of the plan.
     """
     world, node = cluster.world_size, cluster.sizes[0] if len(cluster.tiers) > 1 else 1
     if subject.own or constraints.fixed:
         return []
 
     def has_any(count: int) -> bool:
-        if first_devices(cluster, count).world_size != count:  # no whole part of the nodes that there are
+        if first_devices(cluster, count).world_size != count:  # these devices are no complete units
             return False
         return next(iter(subject.layouts(count, constraints)), None) is not None
 
     power = 1 << (world - 1).bit_length() - 1
-    # down to the power of two, which is added below; to half of it where nodes do not make it up
+    # the power of two itself is added below, unless complete nodes do not add up to it
     least = power if first_devices(cluster, power).world_size == power else power // 2
     whole = range((world - 1) // node * node, least, -node)
     counts: list[int] = []
@@ -158,29 +163,29 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
     return [*counts, *([power] if power < world and has_any(power) else [])]
 
 
-READS = 3  # of the task's input, of which the quickest is taken
-LONG_S = 0.5  # one read that takes as long is enough
+READS = 3  # reads of the task's input that are timed, of which the quickest counts
+LONG_S = 0.5  # seconds of a read after which no further one is timed
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The time that reading a task's input takes, as measured on the machine that plans.
+    """The time that reading a task's input takes, measured on the machine that plans.
 
-    seconds   for one sample
-    whole     every rank makes the global batch; else each reads its own samples
+    seconds   of one sample
+    whole     whether every rank makes the global batch; if not, each reads its own samples
     """
 
     seconds: float
     whole: bool
 
     def wait(self, layout: Layout, batch: int) -> float:
-        """Returns the seconds that one reader of a rank takes for a step's samples."""
+        """Returns the seconds that one reader of a rank takes for a step of `batch` samples."""
         return self.seconds * (batch if self.whole else -(-batch // layout.dp))
 
 
 def timed_reading(task: Task, first_s: float) -> Reading:
     """Times a few reads of the task's input and returns the quickest; `first_s`: seconds of the first read."""
-    # one slow read is enough; of a task that makes its batches the first read was of a whole one, not of a sample
+    # one slow read is enough, unless the task makes whole batches, since `first_s` is then not of one sample
     if task.batch is None and first_s > LONG_S:
         return Reading(first_s, False)
     times = []

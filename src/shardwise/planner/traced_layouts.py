@@ -1,4 +1,4 @@
-"""A traced task as a `Subject`: its layouts, without recompute where it fits, cut where that may be faster."""
+"""`traced_subject`: a traced task as a `Subject`, with the layouts that a search tries, in their order."""
 
 from __future__ import annotations
 
@@ -39,35 +39,39 @@ from shardwise.simulator.cut import HALOS
 from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
-MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
-CHUNKS = 8  # of positions, where wide tensors are computed a part at a time
-CUTS = ("tp", "pp", "ep", "domain", *ALONG)
-MOST_DIMS = 3  # of space
-DEPTHS = (2, 4)  # convolutions that an exchange of halos may serve
-WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
+MOST_OPS = 30_000  # operations in all rehearsals of a search: some twenty seconds
+CHUNKS = 8  # position_chunks that is tried
+CUTS = ("tp", "pp", "ep", "domain", *ALONG)  # keys that shard the module
+MOST_DIMS = 3  # dims of space that tiles may cut
+DEPTHS = (2, 4)  # domain_depth that is tried: convolutions served by one exchange of halos
+WORTH = 0.05  # sharding that cannot make a step shorter by this fraction is not rehearsed
 
 
 class TracedLayouts:
-    """The layouts of one global batch of a traced task, in the order in which a search looks at them.
+    """The layouts of a traced task for one global batch, in the order in which a search tries them.
 
-    recomputes  policies to try, "none" first
+    batch       samples of a step
+    recomputes  recompute policies to try, "none" first
     """
 
     def __init__(self, traced: Traced, batch: int, recomputes: list[str]):
         self.traced, self.batch, self.recomputes = traced, batch, recomputes
 
     def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
-        """Yields data ranks alone; then cuts of positions, and tp, pp and ep where these could be faster."""
-        # cuts: whether more than data ranks is looked at
+        """Yields layouts on `world` devices: data ranks alone, then cut positions, then tp, pp, ep if worth it.
+
+        The search must take the layouts one by one, since later ones depend on the times of those that fit.
+        """
+        # cuts: whether anything but data ranks is tried
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         moves = constraints.moves_weights
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes, moves=moves))]
-        first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
+        first = traced.samples[0]  # a stable sort: of equal layouts the one without recompute stays first
         own.sort(key=lambda layout: (self._takes_long(layout), layout.micro_batch != first))
         fastest, best = inf, None
 
         def noted(layouts: Iterable[Layout]) -> Iterator[Layout]:
-            """Yields the layouts; keeps the fastest seconds of those that fit, the fastest cut one as `best`."""
+            """Yields the layouts; keeps the `fastest` seconds that fit, and the fastest layout with cut positions."""
             nonlocal fastest, best
             for layout in layouts:
                 yield layout
@@ -78,24 +82,24 @@ class TracedLayouts:
                     fastest = min(fastest, seconds)
 
         yield from noted(self._lean(own, constraints, self._can_hold))
-        if fastest == inf and cuts:  # nothing fits as it is: the same with chunks of a sample's positions
+        if fastest == inf and cuts:  # nothing fits, so chunks of a sample's positions are tried
             yield from noted(self._cut_within(self._chunked(own, world, constraints), constraints))
         yield from noted(self._cut_within(self._positions(world, constraints) if cuts else [], constraints))
         yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
-            # experts over data ranks alone, later beside tp and pp too; a module without a router has none to deal
+            # ep with data ranks alone comes before ep with tp and pp; a module without a router has no experts
             few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 
     def _takes_long(self, layout: Layout) -> bool:
-        """Whether a layout needs a trace or rehearsal of its own, beyond the two traces that are made of every task."""
+        """Whether a layout needs a trace or rehearsal of its own, besides the two traces of every task."""
         return layout.sharded.weights or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
-        """Whether a rank's device may hold the layout; says beforehand what takes long."""
+        """Whether the layout can be traced; announces a slow trace first (`Subject.when_long`)."""
         if self._takes_long(layout):
-            # a search shows its first table before this: test_a_first_table_is_there_before_anything_is_rehearsed
+            # lets a search show its first table (test_a_first_table_is_there_before_anything_is_rehearsed)
             self.traced.before_long(inf)
         elif layout.micro_batch != self.traced.samples[0]:
             self.traced.before_long(self.traced.second_trace_s)
@@ -104,18 +108,18 @@ class TracedLayouts:
     def _lean(
         self, layouts: Iterable[Layout], constraints: Constraints, can: Callable[[Layout, set[Layout]], bool]
     ) -> Iterator[Layout]:
-        """Yields the layouts that meet the constraints, leaving out recompute where the layout fits without it.
+        """Yields the layouts that meet the constraints, leaving out recompute if the layout fits without it.
 
-        Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
+        Of equal layouts the one without recompute has to come first; if it fits, recompute only adds time.
 
-        can   (layout, those that fit so far) -> whether to trace and take it; asked last, since a trace takes long
+        can   (layout, layouts that fit so far) -> whether to trace and take it; called last, since a trace takes long
         """
         asked = constraints.value("remat") is not None
         fitted: set[Layout] = set()
-        refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
+        refused: set[Layout] = set()  # not traceable without recompute, so not with it either
         for layout in map(constraints.applied, layouts):
             plain = layout.with_(recompute="none")
-            # layout/rules refuses the two together
+            # layout/rules refuses selective recompute with offloaded activations
             if layout.recompute == "selective" and placements(layout.offload, "activations"):
                 continue
             if constraints.fixed and not constraints.allows(plan_of(layout, self.traced.precision)):
@@ -130,27 +134,27 @@ class TracedLayouts:
             yield layout
 
     def _cut_within(self, layouts: Iterable[Layout], constraints: Constraints) -> Iterator[Layout]:
-        """Yields the layouts that can be cut, until rehearsals have run `MOST_OPS` ops; a remark names those left out.
+        """Yields the layouts that can be rehearsed, until rehearsals have run `MOST_OPS` operations; adds a remark.
 
-        zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
-        without, since it cuts nothing.
+        zero=3 is left out if the same layout fits with less, since it adds time, and if the layout without zero cannot
+        be rehearsed, since zero=3 cannot change that.
         """
         asked = any(constraints.value(name) is not None for name in CUTS)
         refused: set[Layout] = set()
         left: dict[str, None] = {}
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
-            """Returns whether to rehearse and take a layout, given those that fit."""
+            """Whether to rehearse and take a layout, given the layouts that fit so far."""
             plain = layout.with_(recompute="none")
-            # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
+            # if it fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
                 return False
-            # where shards of optimizer state alone fit, what shards gradients too only adds messages
+            # if sharding optimizer state is enough to fit, sharding gradients only adds messages
             least = plain.with_(zero=SHARDED[0].number)
             if layout.sharded.gradients and constraints.value("zero") is None and least in fitted:
                 return False
             if any(fit.cut_positions < layout.cut_positions and fit.world_size == layout.world_size for fit in fitted):
-                return False  # more shares of what fits only have more borders
+                return False  # cutting positions further than needed to fit only adds halos
             if self.traced.spent > MOST_OPS and not asked and not self.traced.is_rehearsed(layout, self.batch):
                 left[degrees_text(plain.with_(sp=False))] = None
                 return False
@@ -167,7 +171,7 @@ class TracedLayouts:
     def _while_faster(
         self, layouts: Iterable[Layout], slower: Slower, constraints: Constraints
     ) -> Iterator[Layout]:  # fmt: skip
-        """Yields the layouts that can be cut, skipping degrees of tp and pp beyond one that is already slower."""
+        """Yields the layouts that can be rehearsed, skipping degrees of tp and pp beyond one that was slower."""
         traced, asked = self.traced, any(constraints.value(name) is not None for name in CUTS)
         for layout in self._cut_within((lay for lay in layouts if asked or not slower.beyond(lay)), constraints):
             yield layout
@@ -177,7 +181,7 @@ class TracedLayouts:
             traced.remark(text)
 
     def _are_worth_cutting(self, fastest: float, world: int, constraints: Constraints) -> bool:
-        """Whether tp, pp or ep were asked for or could beat `fastest` by `WORTH`; adds a remark where not."""
+        """Whether tp, pp or ep are fixed or could beat `fastest` seconds by `WORTH`; adds a remark if not."""
         if fastest == inf or self.traced.routed or any(constraints.value(name) is not None for name in CUTS):
             return True
         least = self._least(world)
@@ -191,13 +195,13 @@ class TracedLayouts:
         return False
 
     def _least(self, world: int) -> float:
-        """Returns the least seconds that computing a step takes on `world` devices."""
+        """Returns the lower bound of a step's compute in seconds on `world` devices."""
         traced = self.traced
         return least_seconds(traced.model("none"), self.batch, world, traced.cluster, traced.software, traced.precision)
 
     def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
-        """Returns the leanest data-parallel layouts with position_chunks, where one sample does not fit; else []."""
-        # position_chunks does not run beside compile (layout/rules)
+        """Returns the layouts of `own` with least memory, plus position_chunks, if one sample does not fit; else []."""
+        # layout/rules refuses position_chunks with compile
         asked = constraints.value("position_chunks") is not None or bool(constraints.value("compile"))
         wall = "" if asked else self._memory_wall(world, constraints)
         if not wall:
@@ -210,9 +214,9 @@ class TracedLayouts:
         return [layout.with_(position_chunks=CHUNKS) for layout in few]
 
     def _positions(self, world: int, constraints: Constraints) -> Iterable[Layout]:
-        """Returns layouts that cut a sample's positions, where memory or the batch size calls for it or the user asks.
+        """Returns layouts that cut a sample's positions, if memory or the batch size needs it or the user fixed it.
 
-        Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
+        Fields are cut into tiles. Other samples, or fields for which the user fixed it, are cut along a sequence.
         """
         tiles, along = (
             any(constraints.value(name) not in (None, 1, (1,)) for name in names) for names in (("domain",), ALONG)
@@ -220,7 +224,8 @@ class TracedLayouts:
         wall = self._wall(world, constraints) if world > 1 else ""
         if world == 1 or not (wall or tiles or along):
             return []
-        if self.space and not along:  # a field, unless cuts of a sequence are asked for
+        # fields are cut into tiles, unless the user fixed a cut along a sequence
+        if self.space and not along:
             bases = tile_layouts(world, self.space, constraints)
             answer = "tiles (domain) answer"
         elif along or self.has_sequence:
@@ -233,26 +238,26 @@ class TracedLayouts:
         return filter(self.traced.can_run, spread_layouts(bases, world, self.batch, self.recomputes, constraints))
 
     def _waiting_less(self, best: Layout | None, constraints: Constraints) -> list[Layout]:
-        """Returns the fastest tiled layout with other halo exchanges, where these take `WORTH` of its step; else [].
+        """Returns the fastest tiled layout with other halo exchanges, if halos take `WORTH` of its step; else [].
 
-        All of them beside convolutions, or one exchange for several: whether that is faster on these links and devices
-        is asked of rehearsals, which compute the borders twice.
+        Halos may all overlap with convolutions (domain_overlap), or one exchange may serve several (domain_depth),
+        which computes borders twice. Rehearsals show whether that is faster.
         """
         if best is None or best.tiles == 1:
             return []
         forecast = self.traced.simulate(best, self.batch)
         if forecast.parts.get(HALOS, 0.0) < WORTH * forecast.step_s:
             return []
-        # who fixed one of the two keys wants no other value tried
+        # if the user fixed one of the two keys, no other value is tried
         asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
         beside = [] if any(asked) else [best.with_(domain_overlap="always")]
-        # domain_depth does not run beside compile (layout/rules)
+        # layout/rules refuses domain_depth with compile
         deep = [] if any(asked) or best.compile else [best.with_(domain_depth=depth) for depth in DEPTHS]
         return beside + deep
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether two ranks could share a sequence of the task's samples; adds a remark where they could not."""
+        """Whether a sequence of the task's samples can be cut over two ranks; adds a remark if not."""
         try:
             return self.traced.analysis.positions(Plan(cp=2, precision=self.traced.precision)) is not None
         except (RefusedPlan, InputError) as refused:
@@ -272,16 +277,16 @@ class TracedLayouts:
         return space
 
     def _wall(self, world: int, constraints: Constraints) -> str:
-        """Returns why samples should be cut: one does not fit on a device, or there are fewer than devices; else ""."""
+        """Returns why samples should be cut (one does not fit on a device, or fewer samples than devices), or ""."""
         if wall := self._memory_wall(world, constraints):
             return wall
         return f"{self.batch} samples are fewer than {world} devices" if self.batch < world else ""
 
     def _memory_wall(self, world: int, constraints: Constraints) -> str:
-        """Returns why one sample does not fit on a device, where most of the memory is that sample's; else ""."""
+        """Returns a sentence if one sample does not fit on a device and takes most of the memory, else ""."""
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
-        # weights, gradients and optimizer state are sharded as far as possible: the rest is due to the sample
+        # weights, gradients and optimizer state are sharded as far as possible, so the rest is the sample's
         solo = Layout(shard=data, zero=default_stage(data), micro_batch=1, n_micro=self.batch // data, seq=1)
         if self.traced.can_hold(solo, self.batch) and (ledger := self.traced.memory(solo, self.batch)).reserved > room:
             sample_bytes = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
@@ -292,14 +297,14 @@ class TracedLayouts:
         return ""
 
 
-DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
-# samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
+DEFAULT_SAMPLES = 32  # samples of a step, for a task with a data source and no batch of its own
+# samples of the two traces between which others are interpolated; a single sample runs other operations (a dim of 1 is
 # broadcast, not copied), so it is traced by itself
 TRACED = (2, 4)
 
 
 def default_samples(task: Task) -> int:
-    """Returns the number of samples in a step where the user gives none: a batch of the task, or `DEFAULT_SAMPLES`."""
+    """Returns the samples of a step if the user gives none: those of the task's batch, or `DEFAULT_SAMPLES`."""
     return samples_in(task.batch(0)) if task.batch is not None else DEFAULT_SAMPLES
 
 
@@ -308,19 +313,19 @@ def traced_subject(
     wanted: tuple[str, ...] = RECOMPUTES, samples: tuple[int, int] = TRACED, cuts: bool = True, say: Say = silent,
     remarks: tuple[str, ...] = (), randomness: Randomness = "global", layers: AlikeLayers | None = None,
 ) -> Subject:  # fmt: skip
-    """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
+    """Returns the `Subject` of a task, by tracing its module.
 
     global_batch  samples of a step; None: `default_samples`
-    wanted   recompute policies to try beside "none"
-    cuts     whether a search looks at tp and pp
-    samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
-             the two, where both ran the same operations
-    say      is told what is being traced
-    remarks  to be told beside its own
+    wanted   recompute policies to try besides "none"
+    samples  the two micro-batch sizes that are traced, or twice the only one; others are interpolated if both traces
+             ran the same operations
+    cuts     whether a search tries anything but data ranks
+    say      called with lines of progress
+    remarks  lines for people, added to its own
     randomness  as in `parallelize`
-    layers   of a configured model: the whole is told of few of them, where they are alike
+    layers   equal layers of a configured model, of which few are traced; None: the whole module is traced
 
-    Raises `RefusedPlan` for loss_scope="model", `InputError` where the module cannot be traced.
+    Raises `RefusedPlan` for loss_scope="model", `InputError` if the module cannot be traced.
     """
     batch = default_samples(task) if global_batch is None else global_batch
     traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness, layers)
@@ -330,11 +335,11 @@ def traced_subject(
 def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
     """Returns the `Subject` of a traced task for one global batch (samples).
 
-    wanted  recompute policies to try beside "none"
+    wanted  recompute policies to try besides "none"
     """
     units = len(traced.first.units)
     _remark_on(traced)
-    # recompute applies to repeated blocks, and this module has none
+    # only repeated blocks can be recomputed
     recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
     layouts = TracedLayouts(traced, batch, recomputes)
@@ -353,7 +358,7 @@ def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
 
 
 def _remark_on(traced: Traced) -> None:
-    """Adds remarks on modules that the samples do not reach, and on what a random number decides."""
+    """Adds remarks on parameters without a gradient, and on assumed random numbers."""
     first = traced.first
     if first.idle:
         traced.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")

@@ -1,4 +1,4 @@
-"""A task's forecasts: its module is traced on tensors without values, and rehearsed where it is cut (rehearsal/)."""
+"""`Traced`: forecasts of a task, by traces of its module on fake tensors and rehearsals if it is sharded."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from shardwise.task import Task
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The plan's choices on blocks' memory: recompute, the activations that move, and which modules are blocks."""
+    """A plan's choices on blocks' memory: recompute, offloaded activations (`moved`), names of the blocks (`wrap`)."""
 
     recompute: str = "none"
     moved: str = "none"
     wrap: tuple[str, ...] = ()
-    moments: bool = False  # what lives as each gradient comes
+    moments: bool = False  # whether a trace notes the live bytes at each gradient's arrival
 
     @classmethod
     def of(cls, layout: Layout) -> BlockMemory:
-        """Returns the choices of a layout; with `wrap` where it changes anything."""
+        """Returns the choices of a layout; `wrap` only if blocks are recomputed or offloaded."""
         moved = of_class(layout.offload, "activations")
         wrap = layout.wrap if (layout.recompute, moved) != ("none", "none") else ()
         return cls(layout.recompute, moved, wrap, layout.gradients == "as_made" and not layout.sharded.weights)
@@ -64,7 +64,11 @@ PLAIN = BlockMemory()
 
 
 class Traced:
-    """A task's traces and rehearsals, each made once, and the subjects that rest on them."""
+    """Makes the traces and rehearsals of a task, each once, and forecasts of layouts from them.
+
+    samples   the two micro-batch sizes that are traced; `cuts`: whether a search shards the module
+    layers    equal layers, of which few are traced; None: the whole module is
+    """
 
     def __init__(
         self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
@@ -82,14 +86,13 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
-        # its temporaries on a GPU: test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once
         self.seen = update_of(task, at_once=not self.on_cpu)
-        # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
+        # CPU ranks that read their own samples hold no global batch; all others hold it, or a micro-batch (GPU)
         self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = TaskAnalysis(task, self.sample)
         self.remarks = list(remarks)
-        self.before_long: Callable[[float], None] = lambda seconds: None  # called before what takes so long
+        self.before_long: Callable[[float], None] = lambda seconds: None  # called before a slow trace
         self._first_trace_s = 0.0
         self.spent = 0  # ops of all rehearsals so far
         self._models: dict[tuple[BlockMemory, int, tuple[int, int]], Model] = {}
@@ -99,7 +102,7 @@ class Traced:
         self.few = [self._with_layers(layers, count) for count in DEPTHS if layers is not None]
 
     def _with_layers(self, layers: AlikeLayers, count: int) -> Traced:
-        """Returns a copy that forecasts the same module with `count` layers."""
+        """Returns a copy that traces the same module with `count` layers."""
         other = copy(self)
         other.task, other.few, other._models, other._traces, other._ranks = layers.shorter(count), [], {}, {}, {}
         other.looks = TaskAnalysis(other.task, self.sample)
@@ -107,14 +110,14 @@ class Traced:
 
     @property
     def analysis(self) -> TaskAnalysis:
-        """Returns the `TaskAnalysis` of the module, with few layers where it can be traced so."""
+        """Returns the `TaskAnalysis` of the module, or of its version with few layers if there is one."""
         return self.few[0].looks if self.few else self.looks
 
     def _of_few(self, ask: Callable[[Traced], Any], line: Callable[..., Any]) -> Any:
-        """Returns `line` over what `ask` gives of the module at two small depths; None without these, or off any line.
+        """Returns a figure of the whole module, extended from two small depths; None if that is not possible.
 
-        ask   (traced module of few layers) -> its figure
-        line  (figure at the first depth, at the second, layers beyond it) -> figure of the whole; raises `NoLine`
+        ask   module with few layers -> its figure
+        line  (figure at the first depth, at the second, further layers) -> figure of the whole; raises `NoLine`
         """
         if self.layers is None or not self.few:
             return None
@@ -136,10 +139,7 @@ class Traced:
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
-        """Returns seconds of a step of replicas, (with randomness="global", with "fast"), or None.
-
-        None on a CPU, and where the module draws nothing.
-        """
+        """Returns seconds of a step of replicas (randomness "global", "fast"); None on a CPU, or if none is random."""
         if self.on_cpu or not self.first.follows:
             return None
         own = self.of_micro_batch(layout.micro_batch)
@@ -161,11 +161,11 @@ class Traced:
             smaller = self._trace(self.samples[0], PLAIN, 0)
         except InputError as error:
             plan = Plan(precision=self.precision)
-            # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
+            # as in a run, a module that refuses mixed dtypes runs in one dtype, and a remark says so
             if (met := met_at(self.task, plan, error)) is None:
                 raise
             self.task, self.looks, self.few = met, TaskAnalysis(met, self.sample), []
-            self._traces.clear()  # which remember what failed, too
+            self._traces.clear()  # failures are cached too
             self.remark(told_met(plan))
             smaller = self._trace(self.samples[0], PLAIN, 0)
         self._first_trace_s = process_time() - began
@@ -173,7 +173,7 @@ class Traced:
 
     @property
     def second_trace_s(self) -> float:
-        """Returns the seconds that the trace of the larger micro-batch will take; 0 once it was made."""
+        """Returns the seconds that the trace of the larger micro-batch will take; 0 if it exists."""
         return 0.0 if (self.samples[1], PLAIN, 0) in self._traces else self._first_trace_s
 
     @property
@@ -183,19 +183,19 @@ class Traced:
         return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """Returns the uncut module's `Model`: two traces, between which `micro` lies; may raise `InputError`.
+        """Returns the `Model` of the unsharded module for micro-batches of `micro` samples; may raise `InputError`.
 
-        blocks  what they do for memory, or how they recompute alone; `micro` itself is traced where the two's ops vary
+        blocks  choices on memory, or a recompute policy; `micro` itself is traced if two traces ran different ops
         """
         blocks = BlockMemory(blocks) if isinstance(blocks, str) else blocks
         joined = self.joined(blocks.recompute, data_ranks)
-        if blocks.moved != "none" and micro is not None:  # a size in bytes decides what moves: no line goes through it
+        if blocks.moved != "none" and micro is not None:  # a byte limit decides what moves: not linear
             return self._model_at(blocks, joined, (micro, micro))
         return self._model_of(blocks, joined, micro)
 
     def _model_of(self, blocks: BlockMemory, joined: int, micro: int | None = None) -> Model:
         model = self._model_at(blocks, joined, self._sizes(micro))
-        # traces of different operations cannot be interpolated: exactly this size is traced
+        # traces of different operations cannot be interpolated, so exactly this size is traced
         # (test_two_traces_that_differ_are_never_put_on_a_line)
         if micro is None or same_ops(model.small, model.large):
             return model
@@ -208,11 +208,11 @@ class Traced:
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
-        """Returns the two micro-batch sizes to trace: `self.samples`, or twice `micro` where that is no larger."""
+        """Returns the two micro-batch sizes to trace: `self.samples`, or twice `micro` if it is no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
-        """Returns the trace of `count` samples, cached; may raise `InputError`; of few layers where they are alike."""
+        """Returns the trace of `count` samples, cached and extended from few layers if possible; or `InputError`."""
 
         def made() -> StepTrace:
             few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
@@ -227,7 +227,7 @@ class Traced:
         return once(self._traces, (count, blocks, joined), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
-        """Returns how many ranks share batch statistics: 0 where the module computes its own; 2 stands for more."""
+        """Returns the ranks that share batch statistics: 0 if each computes its own; 2 stands for any more than 1."""
         if not joins_batch_norms(data_ranks, Plan(remat=recompute, precision=self.precision)):
             return 0
         return min(2, data_ranks) if self.first.batch_norms else 0
@@ -254,12 +254,12 @@ class Traced:
         return try_out(self.task.optimizer, *map(list, zip(*trained, strict=True)))
 
     def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
-        """Whether a layout's fullest rank fits in the device's memory."""
+        """Whether a layout's fullest rank fits in the device's memory; `batch`: samples of a step."""
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         return self.memory(layout, batch).reserved <= room
 
     def can_recompute(self, name: str) -> bool:
-        """Whether the module can be traced under a recompute policy; adds a remark where it cannot."""
+        """Whether the module can be traced under the recompute policy `name`; adds a remark if not."""
         if name == "none":
             return True
         try:
@@ -270,7 +270,7 @@ class Traced:
         return True
 
     def _left_out(self, what: str, why: str) -> None:
-        """Add `what` was left out to the remark that ends in the reason `why`; a new remark where there is none."""
+        """Adds `what` to the remark that ends in the reason `why`, or as a new remark."""
         for at, text in enumerate(self.remarks):
             if text.endswith(why):
                 named = text.removesuffix(why).split("; ")
@@ -279,34 +279,34 @@ class Traced:
         self.remark(what + why)
 
     def remark(self, text: str) -> None:
-        """Adds a remark to the search's result, once."""
+        """Adds a line for people to the search's result, once."""
         if text not in self.remarks:
             self.remarks.append(text)
 
     @cached_property
     def reading(self) -> Reading:
-        """Returns the measured time that reading a sample of the task takes on this machine."""
+        """Returns the time of reading the task's input, measured on this machine."""
         self.say(f"{self.task.name}: timing its input")
         return timed_reading(self.task, self._first_read_s)
 
     # --- cut modules
 
     def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE, place: Place | None = None) -> list[Model]:
-        """Returns a `Model` of each rank that differs, rehearsed on these micro-batches; `place`: of one tile."""
+        """Returns a `Model` of each rank that differs, cached; `place`: of one tile, None: of all that count."""
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
-        """Returns a `Model` of each differing rank of these cuts; alike layers by two depths. Raises `RefusedPlan`."""
+        """Rehearses each rank that differs, or extends ranks of few layers; raises `RefusedPlan`."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = CutRehearsal(self.looks, key)
-        # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
+        # the trace of the whole module knows which modules cannot be units of zero=3
         if key.sharded.weights:
             self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
         models = []
-        # a search rehearses only the most demanding tile or sequence share, the forecast of one plan all of them
+        # a search rehearses only the most demanding places, the forecast of a single plan all that may differ
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
@@ -317,11 +317,11 @@ class Traced:
         return models
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
-        """Returns a `Model` of each rank that differs, on the fullest data rank; raises `RefusedPlan` as a run does."""
+        """Returns a `Model` of each rank that differs, on the fullest data rank; raises `RefusedPlan` as a run."""
         key, sizes, beside = self._key(layout, batch)
         rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
         models = rows(key, sizes, beside)
-        # otherwise the two sizes ran different operations or collectives: the exact micro-batch is rehearsed
+        # two sizes with different operations or collectives cannot be interpolated
         if len(sizes) == 1 or all(same_row(rank.small, rank.large) for rank in models):
             return models
         return rows(key, ((layout.micro_batch,),), beside)
@@ -340,9 +340,9 @@ class Traced:
         return key.sharded.weights and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
-        """Returns (cuts of the module, micro-batch sizes of each rehearsal, those of the ep group beside them).
+        """Returns (cuts of the module, micro-batch sizes of each rehearsal, `Beside` of them).
 
-        Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
+        A single sample is interpolated too; if such a plan leads a search, exact traces decide (`Subject.exact`).
         """
         key = self._cuts(layout)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
@@ -354,24 +354,24 @@ class Traced:
         return key, *played(key, layout, batch, layout.dp - 1)
 
     def is_rehearsed(self, layout: Layout, batch: int) -> bool:
-        """Returns whether a layout's ranks were rehearsed already."""
+        """Whether a layout's ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
-        """Whether a layout of data ranks alone can be traced; a remark says why not."""
+        """Whether a layout of data ranks alone can be traced; adds a remark if not."""
         cut = self._cuts(layout).differ or layout.sharded.state
         can = self.can_cut(layout, batch) if cut else True
         return can and bool(self.weights_alone(layout) or self.can_recompute(layout.recompute))
 
     def _refuse(self, layout: Layout) -> None:
-        """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
+        """Raises `RefusedPlan` for compiled random operations, offload, or an optimizer that cannot be sharded so."""
         if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         refuse_offload(layout, traced=True)
         refuse_optimizer(self.nature, layout.sharded, layout.tp, layout.ep, layout.pp)
 
     def weights_alone(self, layout: Layout) -> float:
-        """Returns the bytes of weights on a rank, at least, if more than its device has; 0 if not, or offloaded."""
+        """Returns the least bytes of a rank's weights if these alone exceed its device; 0 if not, or offloaded."""
         if placements(layout.offload, "parameters"):
             return 0.0
         ranks = layout.tp * layout.pp * layout.ep * (layout.shard_ranks if layout.sharded.weights else 1)
@@ -379,12 +379,12 @@ class Traced:
         return least if least > self.cluster.device.memory_bytes else 0.0
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
-        """Returns whether a search may try a cut layout; where not, a remark says why."""
+        """Whether a sharded layout can be rehearsed; adds a remark if not."""
         try:
             self._refuse(layout)
-            if self.weights_alone(layout):  # nothing of it need be known
+            if self.weights_alone(layout):  # it does not fit, whatever a rehearsal says
                 return True
-            if self._cuts(layout).differ:  # else the trace of the whole module tells all
+            if self._cuts(layout).differ:  # else the trace of the whole module is enough
                 self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
             plain = layout.with_(sp=False, recompute="none")
@@ -393,7 +393,7 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Returns the memory, by term, of the rank that needs most; the weights alone where these do not fit."""
+        """Returns the memory of the rank that allocates most; of its weights alone if these do not fit."""
         if least := self.weights_alone(layout):
             return MemoryLedger({"weights": least}, WEIGHTS_ALONE)
         return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
@@ -406,7 +406,7 @@ class Traced:
         return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
-        """Returns the forecast of one optimizer step of `batch` samples under a layout; raises `RefusedPlan`."""
+        """Returns the forecast of a step of `batch` samples under a layout; raises `RefusedPlan`."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
@@ -424,7 +424,7 @@ class Traced:
         forecast.room = traced_room(ranks, layout, self.cluster, states)
         rounded_up = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
         forecast.samples = batch if rounded_up else layout.global_batch
-        # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one
+        # model FLOPs, without work that ranks repeat; the trace of the smaller micro-batch may be the only one
         alone = layout.micro_batch if layout.micro_batch == self.samples[0] else None
         forecast.flops = self.model("none", micro=alone).flops(forecast.samples)
         forecast.basis |= switches(layout, eager=bool(self.cluster.device.ops))

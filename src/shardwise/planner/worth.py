@@ -1,8 +1,8 @@
-"""Hours and cost of a whole job (`plan --price`) on all devices, on fewer, and on one: is it worth it.
+"""`jobs`: hours and cost of a whole job (`plan --price`) on all devices, on fewer, and on one.
 
     job seconds on n devices = steps x step on n + start on n        cost = price x n x hours
 
-A job is given as tokens (then steps = tokens / tokens of a step) or as the time that it takes on all devices.
+A job is given as a number of tokens (steps = tokens / tokens of a step) or as its time on all devices.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from shardwise.planner.proposal_text import Proposal, Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject, first_devices
 
-# From the command to the first step: one process imports, builds and compiles; many also meet each other (assumed)
+# Seconds from the command to the first step (assumed): to import, build and compile; to connect several processes; for
+# each device
 ALONE_S, MEET_S, EACH_S = 30.0, 30.0, 0.01
-FEWER = (2, 4, 8)  # shares of the devices that are compared, and one device
-PAYS = 1.5  # times as fast, from which more devices are called worth it
+FEWER = (2, 4, 8)  # the devices divided by these are compared, and one device
+PAYS = 1.5  # speed-up from which more devices are called worth it
 
 
 @dataclass(frozen=True)
 class AskedJob:
-    """A job's length, in tokens or in seconds on all devices (both None: no job), and the price of a device-hour."""
+    """A job's length in tokens, or in seconds on all devices (both None: no job), and the price of a device-hour."""
 
     tokens: float | None = None
     seconds: float | None = None
@@ -34,7 +35,10 @@ class AskedJob:
 
     @classmethod
     def of(cls, job: str | None, count: str | None, price: float) -> AskedJob:
-        """Returns the job that words such as `20m` or `300B` ask for; `InputError` for both, or a price alone."""
+        """Returns the job of the options --job (such as `20m`), --tokens (`300B`) and --price; None: not given.
+
+        Raises `InputError` if both lengths are given, or a price alone.
+        """
         if job is not None and count is not None:
             raise InputError("--job and --tokens both say how long the job is: give one of the two")
         if price and job is None and count is None:
@@ -46,7 +50,7 @@ class AskedJob:
 
 @dataclass(frozen=True)
 class JobCost:
-    """The cost of a job on `devices` devices under its best plan; `price` of a device-hour, 0: not given."""
+    """The cost of a job of `steps` steps on `devices` devices under its best plan; `price` of a device-hour, or 0."""
 
     best: Proposal
     devices: int
@@ -66,7 +70,7 @@ class JobCost:
         return self.devices * self.seconds / 3600
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the fields as values that JSON holds."""
+        """Returns plan, devices, seconds, start_s, device_hours and cost as a dict for JSON."""
         return {
             "devices": self.devices, "plan": str(self.best.plan), "seconds": self.seconds, "start_s": self.start_s,
             "device_hours": self.device_hours, "cost": self.price * self.device_hours,
@@ -77,9 +81,11 @@ def jobs(
     subject: Subject, cluster: Cluster, result: Search, constraints: Constraints, precision: str,
     asked: AskedJob,
 ) -> list[JobCost]:  # fmt: skip
-    """Returns the cost of the job on all devices, then on fewer where it fits; [] where no job was given.
+    """Returns the cost of the job on all devices, then on fewer ones if it fits there; [] if no job was given.
 
-    Raises `InputError` for a job in tokens of samples that are not of tokens.
+    result  the search on all devices
+
+    Raises `InputError` for a job in tokens if the task's samples are not tokens.
     """
     forecast, price = result.best.forecast, asked.price
     if asked.tokens is not None:
@@ -91,7 +97,7 @@ def jobs(
     else:
         return []
     every = [JobCost(result.best, cluster.world_size, steps, price)]
-    # fewer devices are compared only where the job fits in their memory without offload
+    # a comparison with offloaded state would not be of the same kind of plan
     constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:
@@ -107,7 +113,7 @@ def _fewer(world: int) -> Iterator[int]:
 
 
 def job_lines(every: list[JobCost]) -> list[str]:
-    """Returns one line for each number of devices, and a verdict on whether more devices are worth it."""
+    """Returns lines for people: one for each number of devices, and whether more devices are worth it."""
     if not every:
         return []
     lines = [f"the job, {every[0].steps:,.0f} steps and its start (assumed: {every[0].start_s:.0f} s):"]

@@ -1,4 +1,6 @@
-"""Compare two records into `Parity`: largest errors. A new kind: record, oracle, rank, outcome (`KINDS`, bar); locate.
+"""Compare two `Record`s into a `Parity`: the largest error of each tensor.
+
+A new kind of tensor also needs: record, oracle, rank, outcome (`KINDS` and a bar), locate.
 
     error of a tensor = max|a - b| / max(max|b|, floor)      b: one process
     floor   gradient: 1e-4 of the model's largest; parameter: the learning rate; buffer: 1;
@@ -17,32 +19,32 @@ import torch
 from shardwise.proof.outcome import FLOAT64_BARS, GRADIENT_FLOOR, KINDS, Parity
 from shardwise.proof.record import Deviation, Record, Tensors
 
-Floor = Callable[[str], float]  # of a name
+Floor = Callable[[str], float]  # name of a tensor -> floor
 
 
 def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    """Returns max|a - b| / max(max|b|, floor); infinite for unlike shapes, or unlike values that are not finite."""
-    # `==` below takes a complex tensor without imaginary parts for the real one
+    """Returns max|a - b| / max(max|b|, floor); inf for unlike shapes, or unlike values that are not finite."""
+    # without this, `==` below would find a complex tensor with zero imaginary parts equal to a real one
     if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
         return 0.0
     wide = torch.complex128 if b.is_complex() else torch.float64
-    same = a == b  # infinities too, whose difference is no number
+    same = a == b  # equal infinities count as equal, though their difference is NaN
     if bool(same.all()):
         return 0.0
     a, b = a.to(wide), b.to(wide)
     error = float((a - b)[~same].abs().max()) / max(_largest([b]), floor)
-    return error if error == error else float("inf")  # NaN is below any bar
+    return error if error == error else float("inf")  # NaN > bar is False, so NaN would pass as no error
 
 
 def number_error(a: float, b: float) -> float:
-    """Returns |a - b| / |b|; infinite where one of them is not finite."""
+    """Returns |a - b| / |b|; inf if one of them is not finite."""
     return abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else float("inf")
 
 
 def compare(parity: Parity, single: Record, ranks: Record) -> None:
-    """Write the errors of the ranks under the plan, against the one process, into `parity`."""
+    """Writes into `parity` the errors of `ranks` (the plan) against `single` (one process), by kind and step."""
     parity.notes += single.notices + ranks.notices
     parity.differences += single.differences + ranks.differences
     parity.bars = parity.bars or dict(FLOAT64_BARS)
@@ -54,7 +56,7 @@ def compare(parity: Parity, single: Record, ranks: Record) -> None:
     for step in range(len(single.losses)):
         floors = _floors(single, step)
         for kind in KINDS:
-            if kind != "optimizer" or ranks.states_known:  # a notice of the ranks says why it is not known
+            if kind != "optimizer" or ranks.states_known:  # if unknown, a notice of the ranks says why
                 _compare_named(parity, kind, single.of(kind, step), ranks.of(kind, step), floors[kind], step)
     for deviation in ranks.deviations:
         # a rank whose state is not known has nothing that could deviate
@@ -64,7 +66,7 @@ def compare(parity: Parity, single: Record, ranks: Record) -> None:
 
 
 def _numbers(parity: Parity, kind: str, actual: list[float], expected: list[float]) -> float:
-    """Returns the largest error of a kind's numbers over the steps; notes the first step beyond its bar."""
+    """Returns the largest error of the losses or norms (`kind`) over the steps; records the first beyond its bar."""
     errors = [number_error(a, b) for a, b in zip(actual, expected, strict=True)]
     beyond = [step for step, error in enumerate(errors) if error > parity.bars[kind]]
     if beyond:
@@ -73,7 +75,7 @@ def _numbers(parity: Parity, kind: str, actual: list[float], expected: list[floa
 
 
 def _floors(single: Record, step: int) -> dict[str, Floor]:
-    """Returns {kind of tensor: function from a name to the size below which errors count as absolute, after a step}."""
+    """Returns kind -> function from a tensor's name to its floor after a step (-1: before the first)."""
     if step < 0:
         return {"parameter": lambda name: single.lr}
     gradient = GRADIENT_FLOOR * _largest(single.gradients[step].values())
@@ -90,7 +92,7 @@ def _floors(single: Record, step: int) -> dict[str, Floor]:
 
 
 def _key(name: str) -> str:
-    """Returns the optimizer's key in "exp_avg of blocks.0.weight"."""
+    """Returns the optimizer's key of a state's name: "exp_avg" of "exp_avg of blocks.0.weight"."""
     return name.partition(" of ")[0]
 
 
@@ -116,10 +118,11 @@ def _compare_one(
     parity: Parity, kind: str, name: str, a: torch.Tensor | None, b: torch.Tensor | None, floor: float, step: int,
     rank: str,
 ) -> None:  # fmt: skip
-    """Compare one tensor of ranks (`a`) with one process's (`b`), None where it does not exist, into `parity`.
+    """Compares one tensor of ranks (`a`) with one process's (`b`), each None if that side has none, into `parity`.
 
-    step   counted from 0; -1 before the first, with the values that training begins with
-    rank   whose tensor `a` is, in words: "rank 0"
+    floor  below this size of `b` errors are absolute
+    step   counted from 0; -1: before the first, for initial values
+    rank   text that names whose tensor `a` is, such as "rank 0"
     """
     if (a is None) != (b is None):
         where = "" if rank == "rank 0" else f" on {rank}"
@@ -127,11 +130,11 @@ def _compare_one(
         parity.differences += [message] if message not in parity.differences else []  # said once, not in each step
         parity.exceeded.setdefault((kind, name), step)
         return
-    # neither side has one, such as the gradient of a parameter that was not reached
+    # neither side has one, such as the gradient of an unused parameter
     if a is None or b is None:
         return
     error = tensor_error(a, b, max(floor, 1e-300))  # a floor is 0 where all gradients are
-    # nothing was computed yet: a difference, which no rounding may excuse later
+    # initial values were not computed by steps, so their difference counts by itself, whatever rounding explains later
     if step < 0:
         where = "" if rank == "rank 0" else f" on {rank}"
         if error > parity.bar("parameter", name):
@@ -146,12 +149,12 @@ def _compare_one(
 
 
 def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:
-    """Note gradients and parameters in which nothing happened: agreement on them proves nothing."""
+    """Notes gradients that stay zero and parameters that do not move, since agreement on them proves nothing."""
     last = single.parameters[-1]
     # frozen parameters may stay: only what is trained must move for agreement to mean something
     still = {n for n in single.trained if (a := single.initial[n]) is not None and torch.equal(a, _there(last[n]))}
     reached = {n for gradients in single.gradients for n, g in gradients.items() if g is not None and bool(g.any())}
-    # only the gravest is told: without any gradient, still parameters follow from it
+    # only the gravest is reported: without any gradient no parameter moves
     if not single.trained & reached:
         parity.unproven.append("every gradient is zero in one process, so that any plan would agree with it")
     elif single.trained == still:
@@ -160,7 +163,7 @@ def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:
         unreached = single.trained - reached
         _tell(parity, unreached, "has a gradient of zero in every step, so that its training is not proven")
         _tell(parity, still & reached, "did not move, so that its update is not proven")
-    # 0: the technique has no buckets (FSDP2); only exactly one says that an order was possible and not seen
+    # 0: the technique has no buckets (FSDP2); with exactly 1 an order of buckets exists in a run, but not in this one
     if ranks.buckets == 1:
         parity.notes.append(
             "scope: gradients of a single parameter travel in one bucket; the order of several is not seen"

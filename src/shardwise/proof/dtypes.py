@@ -1,7 +1,7 @@
-"""Dtypes that a step under a plan used, seen in its collectives and tensors, against what the plan says.
+"""Check the dtypes that a step under a plan uses, in its collectives and tensors, against those that the plan asks for.
 
     gradients on the wire, and the buffers they add up in   `reduce_dtype`, or the precision's own
-    weights that are gathered or published                  the compute dtype; one that is held whole: its master's
+    weights that are gathered or published                  the compute dtype; one that is not sharded: its master's
     masters, their gradients                                the master dtype
     the optimizer's state                                   what it is in one process, of masters of that dtype
     what the model is given                                 what it is in one process
@@ -10,8 +10,8 @@
     anything else on the wire                               the compute dtype, one that a module returns in one
                                                             process, or a wider one
 
-A sum in 16 bits, or a result that is cast to them, looks like rounding: no bar on values tells it from what the plan
-asks for. `SAYS` is written here, beside the table of layout/precisions, so that a wrong row there shows.
+A sum in 16 bits, or a result that is cast to them, looks like rounding, so no bar on values finds it. `SAYS` repeats
+the table of layout/precisions, so that a wrong row there shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.engine.engine import Engine
 from shardwise.layout import Plan
 
-# precision -> (compute, master, summed)
+# precision -> dtypes of (products, master weights, sums of gradients)
 SAYS = {
     "fp32": ("float32", "float32", "float32"),
     "fp64": ("float64", "float64", "float64"),
@@ -40,20 +40,21 @@ SAYS = {
 }
 NAMES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}
 REDUCING = ("all_reduce", "reduce_scatter")
-Named = dict[str, set[str]]  # what -> the dtypes that were seen of it
+Named = dict[str, set[str]]  # name of a tensor, module or key -> names of the dtypes that were seen there
 
 
 @dataclass
 class SeenDtypes:
     """The dtypes that one rank, or one process, used in a step, each by its name in torch ("bfloat16").
 
-    carried   by collectives: (tag, op) -> dtypes
-    masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
-    states    of the optimizer, by key
-    given     to the model
-    returned  by modules, by their path
-    held      of the module's own buffers, by name
-    read      by the loss, of the model's output
+    carried    by collectives: (tag, op) -> dtypes
+    masters    of master weights, by the parameter's name; so are `gradients`
+    buffers    of the buffers in which gradients add up, by index
+    states     of the optimizer's state, by key
+    given      of the model's inputs
+    returned   of modules' outputs, by module path
+    held       of the module's own buffers, by name
+    read       of the model's output as the loss gets it
     """
 
     carried: dict[tuple[str, str], set[str]] = field(default_factory=dict)
@@ -68,14 +69,14 @@ class SeenDtypes:
 
 
 def said(plan: Plan) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Returns the dtypes that a plan asks for: (of products, of masters, of gradients' sums)."""
+    """Returns the dtypes that a plan asks for, of (products, master weights, sums of gradients)."""
     compute, master, summed = SAYS[plan.precision]
     summed = summed if plan.reduce_dtype == "auto" else NAMES[plan.reduce_dtype]
     return getattr(torch, compute), getattr(torch, master), getattr(torch, summed)
 
 
 def named(values: Any) -> set[str]:
-    """Returns the names of the floating-point dtypes in a tree of tensors, of complex ones that of their parts."""
+    """Returns the names of the floating-point dtypes in a tree of tensors; of complex ones that of their parts."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     dtypes = {leaf.dtype.to_real() if leaf.is_complex() else leaf.dtype for leaf in tensors}
     return {str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point}
@@ -83,12 +84,12 @@ def named(values: Any) -> set[str]:
 
 @contextmanager
 def returned(module: nn.Module, given: set[str]) -> Iterator[Named]:
-    """Context: yields the dtypes of what modules return inside, by path; adds to `given` those of the root's inputs."""
+    """Context that yields path -> dtypes of what the modules return inside; adds the root's input dtypes to `given`."""
     seen: Named = defaultdict(set)
 
     def of(path: str) -> Any:
         def note(child: nn.Module, args: tuple, output: Any) -> None:
-            if torch.is_grad_enabled():  # what a stage runs only to find shapes counts nothing
+            if torch.is_grad_enabled():  # a pipeline stage runs modules without gradients only to find shapes
                 seen[path] |= named(output)
 
         return note
@@ -104,7 +105,7 @@ def returned(module: nn.Module, given: set[str]) -> Iterator[Named]:
 
 
 def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
-    """Returns the loss function, which now adds to `seen` the dtypes of the model's output that it is given."""
+    """Returns the loss function, changed to add the dtypes of the model's output to `seen` in each call."""
 
     @wraps(loss)
     def noted(output: Any, *args: Any) -> Any:
@@ -116,10 +117,10 @@ def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[SeenDtypes]:
-    """Context around one step of an engine: yields the dtypes that it uses, complete when the context ends."""
+    """Context around one step of an engine: yields the `SeenDtypes` of that step, complete when the context ends."""
     seen, forward = SeenDtypes(), engine.state.forward
     task = forward.task
-    # here and not in the task that the engine is made of: the look at a task follows what its loss writes
+    # replaced only now: the checks of a task, when an engine is made, follow what its loss writes
     forward.task = task.with_(loss=noting(task.loss, seen.read))
     try:
         with engine.observe() as ledger, returned(engine.module, seen.given) as seen.returned:
@@ -131,7 +132,7 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
     seen.buffers = {str(place): named(tensor) for place, tensor in enumerate(engine.technique.gradient_buffers())}
     for slot in engine.technique.slots:
         seen.masters[slot.name], seen.gradients[slot.name] = named(slot.master), named(slot.master.grad)
-    # owners have whole masters beside the pieces in the slots
+    # with an optimizer that needs whole tensors, their owners hold master weights beside the pieces in the slots
     for index, master in engine.state.owners.masters.items() if engine.state.owners is not None else ():
         seen.masters[engine.state.names[index]] = named(master)
     seen.states = of_states(engine.optimizer)
@@ -139,7 +140,7 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
 
 
 def of_states(optimizer: torch.optim.Optimizer) -> Named:
-    """Returns the dtypes of an optimizer's state by its keys, of tensors with dims."""
+    """Returns key -> dtypes of an optimizer's state tensors; those without dims (step counts) are left out."""
     seen: Named = defaultdict(set)
     for state in optimizer.state.values():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -149,9 +150,9 @@ def of_states(optimizer: torch.optim.Optimizer) -> Named:
 
 
 def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
-    """Returns a sentence for each kind of thing that has another dtype than the plan, or one process, gives it."""
+    """Returns a sentence for each kind of tensor whose dtype on `ranks` is not the plan's or one process's."""
     compute, master, summed = (named(torch.empty(0, dtype=dtype)) for dtype in said(plan))
-    inside = set().union(*single.returned.values())  # narrower ones too, where the model computes under autocast
+    inside = set().union(*single.returned.values())  # may include narrower ones, of a model that uses autocast
     told = [
         _unlike(f"{op} of {tag}", dtypes, _allowed(tag, op, compute, master, summed, inside))
         for (tag, op), dtypes in ranks.carried.items()
@@ -165,7 +166,7 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
     for name in sorted(ranks.held.keys() & single.held.keys()):
         allowed = _or_wider(single.held[name]) or {"whole numbers"}
         told.append(_unlike(f"buffer '{name}'", ranks.held[name], allowed))
-    # the outermost module of a stage returns its messages, and what the loss reads stands above
+    # with stages the outermost module returns messages; what the loss reads was compared above
     for path in sorted((ranks.returned.keys() & single.returned.keys()) - ({""} if plan.pp > 1 else set())):
         told.append(_unlike(f"what '{path or 'the model'}' returns", ranks.returned[path],
                             _or_wider(single.returned[path])))  # fmt: skip
@@ -175,20 +176,21 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
 def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str], inside: set[str]) -> set[str]:
     """Returns the dtypes that a collective may carry. The tag "torch" is of FSDP2's gathers and reductions.
 
-    compute, master, summed   the plan's dtype of products, of masters, and of sums of gradients
+    op                        the collective, such as "all_gather"
+    compute, master, summed   the plan's dtypes of products, of master weights, and of sums of gradients
     inside                    dtypes of what modules return in one process
     """
-    # FSDP2's reductions are of gradients: they have the dtype of sums whoever calls them
+    # FSDP2 reduces nothing but gradients, so its reductions have the dtype of sums too
     if op in REDUCING and tag in ("gradients", "torch"):
         return summed
-    if tag == "gradients":  # whole ones, which go to the rank that updates a tensor
+    if tag == "gradients":  # not a reduction: reduced gradients go to the rank that updates the tensor
         return master
     if tag == "torch":  # not a reduction: FSDP2 gathers weights
         return compute
-    # weights are gathered for products; one that is held whole is sent as its master
+    # weights are gathered for products; one that is not sharded is sent as its master
     if tag == "parameters":
         return compute if op == "all_gather" else compute | master
-    if tag == "control":  # rows of numbers, and whole tensors that are handed on as they are
+    if tag == "control":  # rows of float64 numbers are reduced; tensors are broadcast in their own dtype
         return {"float64"} if op in REDUCING else {"float64"} | master | compute
     # torch keeps statistics of batch norms in 32 bits beside an input of 16
     wide = tag == "batch_norm" and all(getattr(torch, name).itemsize < 4 for name in compute)
@@ -196,24 +198,25 @@ def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set
 
 
 def _or_wider(dtypes: set[str]) -> set[str]:
-    """Returns the dtypes, and all that are wider than the narrowest of them."""
+    """Returns `dtypes`, with float32 and float64 if they are wider than the narrowest of them."""
     least = min((getattr(torch, name).itemsize for name in dtypes), default=8)
     return dtypes | {name for name in ("float32", "float64") if getattr(torch, name).itemsize > least}
 
 
 def _first(what: str, seen: Named, allowed: set[str]) -> str:
-    """Returns a sentence on the first entry of `seen` with a dtype outside of `allowed`; "" without one."""
+    """Returns a sentence on the first entry of `seen` with a dtype outside of `allowed`; "" if there is none."""
     sentences = (_unlike(f"{what} '{name}'", dtypes, allowed) for name, dtypes in seen.items())
     return next((sentence for sentence in sentences if sentence), "")
 
 
 def _unlike(what: str, dtypes: Iterable[str], allowed: set[str]) -> str:
+    """Returns a sentence if `dtypes` has some outside of `allowed`; "" if not, or if `allowed` is empty."""
     wrong = sorted(set(dtypes) - allowed)
     return f"dtype of {what}: {', '.join(wrong)}, not {' or '.join(sorted(allowed))}" if wrong and allowed else ""
 
 
 def first_differences(plan: Plan, ranks: list[SeenDtypes], single: SeenDtypes) -> list[str]:
-    """Returns what `differences` says of each rank, each sentence once, with the first rank of which it is true."""
+    """Returns the sentences of `differences` over all ranks, each once, with the first rank of which it is true."""
     told: dict[str, int] = {}
     for rank, seen in enumerate(ranks):
         for sentence in differences(plan, seen, single):

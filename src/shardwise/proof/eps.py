@@ -1,9 +1,9 @@
-"""Raise the eps of Adam-like optimizers on both sides of a proof; find the updates that this changes.
+"""Raise the eps of Adam-like optimizers on both sides of a proof, and find the updates that this changes.
 
-An update divides by sqrt(v) + eps. Where a true gradient is zero, what arrives is rounding, another one on one process
-and on N ranks; with eps near the rounding it becomes an update of full size and random sign. A proof would find the
-plan at fault for it, so both sides raise eps to `LEAST_EPS`. A second optimizer with its own eps, fed with the same
-gradients, shows which parameters that changes.
+An update divides by sqrt(v) + eps. If a true gradient is zero, the computed one is rounding error, which differs
+between one process and N ranks. With an eps near that error it becomes an update of full size and random sign, and the
+proof would blame the plan. So both sides raise eps to `LEAST_EPS`. A second optimizer with the user's eps, given the
+same gradients, shows which parameters' updates that changes.
 
 What this does not do: watch an optimizer that needs a closure.
 """
@@ -17,12 +17,18 @@ import torch
 from shardwise.proof.literal import optimizer_of
 from shardwise.proof.settings import LEAST_EPS, raise_eps
 
-CHANGED = 0.1  # of the largest update of a parameter
-ROUNDING = 1e-12  # of the model's largest gradient in float64: a gradient below it is zero but for rounding
+CHANGED = 0.1  # fraction of a parameter's largest update beyond which the update counts as changed
+ROUNDING = 1e-12  # fraction of the model's largest gradient (float64) below which a gradient is rounding error
 
 
 class EpsWatch:
-    """Raises the eps of `optimizer`, and compares its updates with those of a second optimizer that keeps its eps."""
+    """Raises the eps of `optimizer` and compares its updates with those of a second one that keeps the user's eps.
+
+    named  (name, parameter) of what `optimizer` updates
+    make   parameter groups -> a new optimizer, as `Task.optimizer`
+
+    Call `begin` before each update and `end` after it; `changed` then has the names of parameters whose update differs.
+    """
 
     def __init__(
         self,
@@ -42,13 +48,13 @@ class EpsWatch:
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Take over the gradients and values that the update will use. Called before it."""
+        """Copies the gradients and values that the coming update uses to the second optimizer."""
         # no eps was raised: there is no second optimizer to feed
         if not self.others:
             return
         for name, param in self.named:
             if param.grad is not None:
-                # a sparse gradient has no abs().max(), and unlisted rows are zeros
+                # a sparse gradient has no abs().max(); rows that it does not list are zeros
                 gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
                 size = float(gradient.abs().max()) if gradient.numel() else 0.0
                 self.gradients[name] = max(self.gradients.get(name, 0.0), size)
@@ -59,7 +65,7 @@ class EpsWatch:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Update the copies with the optimizer's own eps, and note whose update differs. Called after the update."""
+        """Updates the copies by the second optimizer and adds to `changed` whose update differs."""
         if not self.others:
             return
         before = {name: other.detach().clone() for name, other in self.others.items()}
@@ -69,26 +75,26 @@ class EpsWatch:
             if name not in self.others or param.grad is None or not param.numel():
                 continue
             with_own, raised = self.others[name] - before[name], param - self._before[name]
-            # both updates are compared by the size of the one that the user's eps makes
+            # relative to the update under the user's eps, which is the one that a run takes
             if float((with_own - raised).abs().max()) > CHANGED * float(with_own.abs().max()):
                 self.changed.add(name)
 
     def notes(self) -> list[str]:
-        """Returns the notes for the user: which eps was raised, and whose update that changes."""
+        """Returns notes for the user: which eps was raised, whose updates that changes, whose gradients are noise."""
         if not self.raised:
             return []
         note = f"Adam-family eps raised from {min(self.raised):g} to {LEAST_EPS:g} on both sides"
         if self.changed:
             note += f"; of {len(self.others)} parameters that changes the update of {_names(self.changed)} by over 10%"
         noise = {name for name, size in self.gradients.items() if size <= ROUNDING * self.largest}
-        # gradients of rounding size: their updates are chance, whatever eps is
+        # updates from gradients of rounding size are random under the user's eps
         if not noise:
             return [note]
         return [note, of_rounding(noise, min(self.raised))]
 
 
 def of_rounding(names: Collection[str], eps: float) -> str:
-    """Returns what to say of parameters whose gradient is zero but for rounding, under an Adam of this eps."""
+    """Returns the note on parameters `names` whose gradient is zero but for rounding, under an Adam of this eps."""
     return (
         f"the gradient of {_names(names)} is zero but for rounding, which Adam's own eps of {eps:g} can turn into "
         "updates of up to the learning rate, other ones on one process and on N: behind a batch norm they show in "

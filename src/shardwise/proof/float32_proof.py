@@ -1,13 +1,13 @@
-"""The proof in float32 where a kernel has no float64; each tensor's bar is taken from one process itself.
+"""The proof in float32, for tasks with a kernel that has no float64; tensors' bars come from one process itself.
 
 The one process runs again: three times with its weights and inputs moved by one float32 epsilon, and once with each
-micro-batch accumulated in two halves, which is the same sum in another order where no sample looks at another. The
-largest difference from the first run is what rounding does to a tensor here; the plan may differ by ten times that.
+micro-batch accumulated in two halves, which is the same sum in another order if no sample depends on another. The
+largest difference of a tensor from the first run is its rounding; the plan may differ by ten times that.
 
     bar of a tensor = 10 * its own rounding, at least 1e-6 and at most 1e-3
 
 A tensor that differs by more than its bar, but by less than ten times its own rounding, is neither equal nor
-different: the answer is NOT PROVEN.
+different, so the result is NOT PROVEN.
 
 What this does not do: find errors below the bars, which float64 finds.
 """
@@ -28,22 +28,22 @@ from shardwise.task import Task
 
 LEAST_BAR = 1e-6
 MOST_BAR = 1e-3
-HALVES_AGREE = 1e-4  # of the loss: above it halves of a micro-batch are not the same function
+HALVES_AGREE = 1e-4  # relative difference of losses above which the loss is no sum over samples
 
 
 def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: Parity) -> tuple[Record, Settings]:
-    """Returns (the record in float32, its settings); puts bars, noise and a note into `parity`.
+    """Returns (one process's record in float32, its settings); puts bars, noise and a note into `parity`.
 
-    Raises the failure where float32 fails too.
+    `failure`: the error of the float64 run, which is raised if float32 fails too.
     """
     narrow = replace(settings, dtype=torch.float32)
     try:
         record = run_oracle(task, narrow)
-    except Exception:  # it was not for float64 that it failed: the first failure says more
+    except Exception:  # float64 was not the reason, so the first failure says more
         raise failure from None
     runs = list(nudged_runs(task, narrow))
     halved = run_oracle(task, replace(narrow, halves=True))
-    # halves of the batch show another order of sums; only where the loss adds up over samples
+    # halves show another order of summation, but only if the loss is a sum over samples
     if all(abs(a - b) <= HALVES_AGREE * abs(b) for a, b in zip(halved.losses, record.losses, strict=True)):
         runs.append(halved)
     noise: Noise = {}
@@ -58,12 +58,15 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
 
 
 def bar_of(noise: float) -> float:
-    """Returns the bar for a tensor's error: `noise`, by which one process differs from itself, within limits."""
+    """Returns the bar for a tensor's error: `ALLOWANCE` times `noise`, its error between runs of one process.
+
+    At least `LEAST_BAR` and at most `MOST_BAR`.
+    """
     return min(max(ALLOWANCE * noise, LEAST_BAR), MOST_BAR)
 
 
 def set_noise_apart(parity: Parity) -> None:
-    """Mark errors above their bar, but no larger than what one process differs by from itself, as not proven."""
+    """Marks errors above their bar but within `ALLOWANCE` times their noise as not proven."""
     for (kind, name), error in errors_of(parity).items():
         noise = parity.noise.get((kind, name), 0.0)
         if parity.bar(kind, name) < error <= ALLOWANCE * noise:

@@ -1,4 +1,4 @@
-"""Say in words how two tensors differ, where it can be told: a factor, a sign, an order, one rank's share."""
+"""Say in words how two tensors differ, if it can be told: a factor, a sign, an order, one rank's share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import torch
 
-NEAR = 1e-6  # relative, of the largest value
+NEAR = 1e-6  # tolerance, relative to the largest value
 
 
 def kind_of(actual: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.Tensor] = ()) -> str:
-    """Returns in words how `actual` differs from `expected`, "" where nothing fits. `shares`: summands by rank."""
+    """Returns in words how `actual` differs from `expected`, "" if nothing fits. `shares`: summands by data rank."""
     if actual.shape != expected.shape:
         return f"of shape {tuple(actual.shape)} where one process has {tuple(expected.shape)}"
     if not bool(torch.isfinite(actual).all()):
@@ -19,7 +19,7 @@ def kind_of(actual: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch
     a, b = actual.flatten(), expected.flatten()
     if not bool(a.any()):
         return "zero"
-    # before a factor is tried: of two equal summands, one that is missing is a factor of 1/2 too
+    # tried before a factor, since one missing summand of two equal ones is a factor of 1/2 too
     for rank, share in enumerate(shares):
         for sign, words in ((-1, "lacks the share of"), (1, "counts twice the share of")):
             if _near(a, b + sign * share.flatten()):
@@ -29,11 +29,11 @@ def kind_of(actual: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch
             return "conjugated"
         a, b = torch.view_as_real(a.resolve_conj()).flatten(), torch.view_as_real(b.resolve_conj()).flatten()
     norm = float((b * b).sum())
-    # the factor that fits best by least squares; it is told only where it explains every element
+    # the least-squares factor, named only if it explains every element
     factor = float((a * b).sum()) / norm if norm else 0.0
     if factor and abs(factor - 1) > NEAR and _near(a, factor * b):
         return "the sign is turned" if abs(factor + 1) < NEAR else f"a factor of {_number(factor)}"
-    if not _near(a, b) and _near(a.sort().values, b.sort().values):  # else so near that any order would do
+    if not _near(a, b) and _near(a.sort().values, b.sort().values):  # if near already, order explains nothing
         return "the same values in another order"
     wrong = ((a - b).abs() > NEAR * b.abs().max()).nonzero().flatten()
     if 0 < len(wrong) < len(a):

@@ -1,7 +1,7 @@
-"""What the one process takes from a task, written again: batches cut, losses read, groups of parameters.
+"""What the one process takes from a task, implemented again: slices of batches, losses, parameter groups.
 
-The rooms of a step do the same for the ranks, with the checks and messages that a user meets. Written once for both
-sides, a mistake in them would be on both: a sample that no micro-batch has, a weight read twice.
+The rooms of a step do the same for the ranks, with the checks and messages that a user meets. If both sides shared the
+code, a mistake in it would be on both: a sample that no micro-batch has, or a weight read twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.task import Task, call_arguments
 
 @dataclass
 class LiteralExtra:
-    """An extra term: its sum, and the weight that it has of its own."""
+    """An extra term of a loss: its sum, and its own weight (None: the loss's)."""
 
     total: torch.Tensor
     weight: float | None
@@ -31,7 +31,7 @@ class LiteralExtra:
 
 @dataclass
 class LiteralLoss:
-    """One result of a task's loss: its sum, its weight, and extra terms by name."""
+    """One result of a task's loss: its sum, its weight, and its extra terms by name."""
 
     total: torch.Tensor  # (), with its graph
     weight: float  # what the sum is divided by, over all micro-batches
@@ -39,13 +39,13 @@ class LiteralLoss:
 
 
 def bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of each of `pieces` consecutive pieces whose lengths differ by one at most."""
+    """Returns (start, stop) of `pieces` consecutive pieces of [0, samples), whose lengths differ by one at most."""
     stops = [samples * (piece + 1) // pieces for piece in range(pieces)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def samples_of(batch: Any, low: int, high: int) -> Any:
-    """Returns the batch with samples [low, high) of every leaf that has samples."""
+    """Returns the batch with samples [low, high) of every tensor or array with dims; other leaves as they are."""
 
     def of(leaf: Any) -> Any:
         return leaf[low:high] if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim else leaf
@@ -54,13 +54,13 @@ def samples_of(batch: Any, low: int, high: int) -> Any:
 
 
 def count_of(batch: Any) -> int:
-    """Returns how many samples a batch has; raises `InputError` as a step does for one whose fields disagree."""
+    """Returns the number of samples of a batch; raises `InputError`, as a step does, if its fields disagree."""
     samples_in(batch)
     return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim)
 
 
 def replaced(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Returns {name: the new tensor} of the parameters in `named` that a forward replaced by others."""
+    """Returns name -> the new tensor, for the parameters in `named` in whose place a forward put another tensor."""
     now = dict(module.named_parameters())
     return {name: now[name] for name, param in named if name in now and now[name] is not param}
 
@@ -75,11 +75,11 @@ def call_of(task: Task, batch: Any) -> tuple[tuple, dict]:
 
 
 def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:
-    """Returns the task's loss of an output; raises `InputError` as a step does for one that is not right."""
+    """Returns the task's loss of an output; raises `InputError`, as a step does, for one of a wrong form."""
     try:
         returned = task.loss(output, batch)
     except (TypeError, AttributeError):
-        loss_on(task, output, batch)  # fails again, and says more
+        loss_on(task, output, batch)  # fails too, with a message for the user
         raise
     read_loss(returned)
     total, weight, *rest = returned
@@ -93,14 +93,14 @@ def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:
 
 
 def groups(params: Sequence[torch.Tensor]) -> list[dict]:
-    """Returns the groups that `Task.optimizer` is given: "decay" of matrices, "no_decay" of vectors and numbers."""
+    """Returns the groups that `Task.optimizer` gets: "decay" of tensors with two or more dims, "no_decay" of others."""
     matrices = {"name": "decay", "params": [param for param in params if len(param.shape) > 1]}
     others = {"name": "no_decay", "params": [param for param in params if len(param.shape) < 2], "weight_decay": 0.0}
     return [group for group in (matrices, others) if group["params"]]
 
 
 def optimizer_of(make: Callable[[list[dict]], Any], params: Sequence[torch.Tensor]) -> Any:
-    """Returns the optimizer that `Task.optimizer` makes, switched to training where it has a mode."""
+    """Returns the optimizer that `make` (`Task.optimizer`) makes of `params`, in training mode if it has modes."""
     made = make(groups(params))
     if has_mode(made):
         made.train()
@@ -114,7 +114,7 @@ def has_mode(optimizer: Any) -> bool:
 
 @contextmanager
 def evaluating(optimizer: Any) -> Iterator[None]:
-    """Context: the optimizer is in its `eval()` mode, where it has one, which puts averaged weights in place."""
+    """Context in which the optimizer is in its `eval()` mode, if it has one, so that averaged weights are in place."""
     if has_mode(optimizer):
         optimizer.eval()
     yield

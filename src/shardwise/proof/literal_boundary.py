@@ -1,8 +1,8 @@
-"""What a task's modules find beyond a field's edges, held against places counted by hand.
+"""Check the cells that a task's modules find beyond a field's edges against places counted by hand.
 
-Both sides of a proof run the task's module, into which `Domain(boundary=)` is put by the package: a field that is
-mirrored with its last cell twice would be on both. A small convolution and a pooling with padding are run with the
-task's boundary, and without padding on a field whose cells beyond the edges are looked up one by one.
+Both sides of a proof run the task's module, into which the package puts `Domain(boundary=)`, so a field mirrored with
+its last cell twice would be wrong on both. Here a small convolution and a pooling with padding run with the task's
+boundary, and without padding on a field whose cells beyond the edges are looked up one by one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 from shardwise.boundary import bounded
 from shardwise.task import Domain, Task
 
-SIZES = (6, 8, 4)  # of the field's dims: even ones, of which a pole's turn is half
+SIZES = (6, 8, 4)  # of the field's dims; even, since the cell opposite across a pole is half the dim away
 WIDTH = 2  # cells beyond an edge
 
 
 def unlike_boundary(task: Task) -> list[str]:
-    """Returns a sentence for the first of two operations that finds other cells than the task's boundary says."""
+    """Returns [a sentence] if one of two operations finds other cells than the task's boundary says; else []."""
     edges = task.spatial.edges if isinstance(task.spatial, Domain) else ()
     # the task declares no boundary: torch's own zeros
     if not edges:
@@ -36,7 +36,7 @@ def unlike_boundary(task: Task) -> list[str]:
             module, padded = made(dims, 0), made(dims, WIDTH)
             padded.load_state_dict(module.state_dict())
             found, says = bounded(partial(_itself, padded), edges)()(field), module(wide)
-            if "zeros" in kinds and made is _pooling:  # torch pads a maximum with -inf, not with zeros
+            if "zeros" in kinds and made is _pooling:  # torch pads a maximum with -inf, so this pair cannot agree
                 continue
             if not torch.allclose(found, says, rtol=1e-12, atol=1e-12):
                 return [f"{type(module).__name__} finds other cells beyond a field's edges than {dict(edges)} says"]
@@ -56,7 +56,7 @@ def _pooling(dims: int, padding: int) -> nn.Module:
 
 
 def _with_cells_beyond(field: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
-    """Returns a field (1, C, ...) with `WIDTH` cells more on each side."""
+    """Returns a field (1, C, ...) with `WIDTH` cells more on each side, by `kinds`, the boundary of each dim."""
     sizes = field.shape[2:]
     wide = field.new_zeros((1, field.shape[1], *(n + 2 * WIDTH for n in sizes)))
     for place in itertools.product(*(range(-WIDTH, n + WIDTH) for n in sizes)):
@@ -67,9 +67,12 @@ def _with_cells_beyond(field: torch.Tensor, kinds: Sequence[str]) -> torch.Tenso
 
 
 def _cell(place: Sequence[int], sizes: Sequence[int], kinds: Sequence[str]) -> list[int] | None:
-    """Returns the index of the field's cell that a padded place reads; None where it reads a zero."""
+    """Returns the index of the field's cell that the padded `place` reads; None if it reads a zero.
+
+    place  may lie up to `WIDTH` outside of [0, size);  sizes, kinds  extent and boundary of each dim
+    """
     dims = list(zip(place, sizes, kinds, strict=True))
-    # over a pole one arrives on the opposite meridian: half around the periodic dim
+    # a step over a pole leads to the opposite meridian, half way around the periodic dim
     turned = any(kind == "pole" and not 0 <= p < n for p, n, kind in dims)
     cell = []
     for p, n, kind in dims:

@@ -1,8 +1,8 @@
-"""Tensors of several dtypes in one operation, as the one process of a proof in 16 bits has them.
+"""Run operations on tensors of several dtypes, which the one process of a proof in 16 bits meets.
 
-    batch norms                    weights of 32 bits: kernels take only those beside an input of 16 bits
-    what refuses several dtypes    all in the compute dtype, or in that of the tensor it writes into
-    norms with running statistics  all in the widest, so that statistics are written into, and not into a copy
+    batch norms                    weights in 32 bits, since kernels take only those beside an input of 16 bits
+    ops that refuse several dtypes all tensors in the compute dtype, or in that of the tensor it writes into
+    norms with running statistics  all in the widest, so that the statistics and not a copy of them are written
 
 What this does not do: change an operation that takes them as they are.
 """
@@ -19,7 +19,7 @@ _STATISTICS = {functional.batch_norm, torch.batch_norm, functional.instance_norm
 
 
 class OneDtype(TorchFunctionMode):
-    """Mode that gives operations that refuse several dtypes all in one, and batch norms weights of 32 bits."""
+    """Function mode that casts tensors of ops that refuse several dtypes, and weights of batch norms to 32 bits."""
 
     def __init__(self, compute: torch.dtype):
         super().__init__()
@@ -28,7 +28,7 @@ class OneDtype(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Returns an operation's result; where torch refuses mixed dtypes, all are computed in one dtype."""
         args, kwargs = list(args), dict(kwargs or {})
-        # kernels of batch norms take weights of 32 bits alone beside an input of 16; given by place or by name
+        # kernels of batch norms take weights of 32 bits alone beside an input of 16 (positional or keyword arguments)
         for place, name in _NORM_WEIGHTS.get(func, ()):
             if place < len(args) and args[place] is not None:
                 args[place] = args[place].to(torch.promote_types(args[place].dtype, torch.float32))
@@ -38,11 +38,11 @@ class OneDtype(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError:  # perhaps for mixed dtypes
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_real(leaf)}
-            # of one dtype it failed for another reason; `out` would be cast, and the result written into the copy
+            # with one dtype it failed for another reason; `out` would be cast, and the result lost in the copy
             if len(dtypes) < 2 or kwargs.get("out") is not None:
                 raise
         name = getattr(func, "__name__", "")
-        # the result has the dtype of the tensor that is written into, and no copy of that may take its place
+        # an in-place op must write into its first argument itself, so all others get that one's dtype
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):  # in place
             dtype = args[0].dtype
         else:

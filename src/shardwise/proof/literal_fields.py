@@ -1,14 +1,14 @@
-"""Pairs of fields read again for the one process of a run, from the stored numbers of netCDF files and zarr stores.
+"""Read pairs of fields again for the one process of a run, from the stored numbers of netCDF files and zarr stores.
 
-    value    of zarr stored * scale_factor + add_offset, NaN where `_FillValue` or `missing_value` is stored; of netCDF
-             as its library gives it
-    figures  mean and deviation over all steps and places of the source at once
-    pairs    every t whose steps up to t + lead lie in the source's times, no two of them further apart than a gap
+    value    for zarr stored * scale_factor + add_offset, NaN where `_FillValue` or `missing_value` is stored; for
+             netCDF as its library gives it
+    figures  mean and standard deviation over all time steps and cells of the source at once
+    pairs    every time step t such that t to t + lead lie in the source's times, with no gap between two of them
 
-Nothing of `data/` is called. Figures and days that the source has are taken where they are these up to rounding, since
+Nothing of `data/` is called. The source's own figures and days are used if they equal these up to rounding, since
 float32 may round them to either side.
 
-What this does not do: sources of more than `MOST_BYTES`, which would be read whole.
+What this does not do: sources of more than `MOST_BYTES`, because it reads them into memory.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_BYTES = 2**26  # of what all fields of a source take in float64
-GAP = 1.5  # of the median step
+MOST_BYTES = 2**26  # bytes of all fields of a source in float64
+GAP = 1.5  # times the median time step: a longer one is a gap
 YEAR_DAYS = {"360_day": 360.0, "noleap": 365.0, "365_day": 365.0, "all_leap": 366.0, "366_day": 366.0}
-ROUNDING = 1e-9  # relative, of figures in float64
+ROUNDING = 1e-9  # relative tolerance of figures in float64
 
 
 def is_read(source: Any) -> bool:
-    """Returns whether a `FieldSource` is small enough to be read again."""
+    """Whether a `FieldSource` is small enough to be read again."""
     names = {name for group in source.groups.values() for name in group}
     elements = sum(int(np.prod(var.shape)) for name in names for _, var in source.grid.variables.get(name, []))
     return 8 * elements <= MOST_BYTES
 
 
 def sample_of(source: Any, index: int) -> dict[str, torch.Tensor]:
-    """Returns {"inputs", "targets", ...} of one pair, (1, C, y, x) each in float32, as `FieldSource` documents them."""
+    """Returns pair `index` as {"inputs", "targets", ...}, each (1, C, y, x) in float32, as in `FieldSource`."""
     start = starts_of(source)[index]
     sample: dict[str, torch.Tensor] = {}
     for group, names in source.groups.items():
@@ -60,7 +60,7 @@ def sample_of(source: Any, index: int) -> dict[str, torch.Tensor]:
 
 
 def starts_of(source: Any) -> list[int]:
-    """Returns the step t of each pair t -> t + lead of a source, in order."""
+    """Returns the time step t of each pair t -> t + lead of a source, ascending."""
     first, last = source.times
     starts, (days, _) = range(first, last - source.lead), _calendar(source)
     if days is None:
@@ -70,7 +70,7 @@ def starts_of(source: Any) -> list[int]:
 
 
 def _waves(source: Any, cycle: str, step: int) -> tuple[float, float]:
-    """Returns (sine, cosine) of the place of a step in a cycle: "year", or "day"."""
+    """Returns (sine, cosine) of where a time step lies in a cycle: "year" or "day"."""
     days, year = _calendar(source)
     assert days is not None
     angle = 2 * np.pi * days[step] / (year if cycle == "year" else 1.0)
@@ -78,7 +78,10 @@ def _waves(source: Any, cycle: str, step: int) -> tuple[float, float]:
 
 
 def _calendar(source: Any) -> tuple[np.ndarray | None, float]:
-    """Returns (days of each step since the first one's New Year, days of a year); (None, 0) where no file has times."""
+    """Returns (days of each time step since January 1 of the first one's year, days of a year).
+
+    (None, 0) if no file has times; (the stored numbers, 0) if these have no date.
+    """
     carriers = [file for file in map(str, source.grid.files) if _variable(file, source.groups["inputs"][0]) is not None]
     times = [held for held in (_variable(file, source.time) for file in carriers) if held is not None]
     if not times:
@@ -99,14 +102,14 @@ def _calendar(source: Any) -> tuple[np.ndarray | None, float]:
 
 
 def _series(source: Any, group: str) -> list[tuple[np.ndarray, float, float]]:
-    """Returns (values (steps, y, x) of the source's region, mean, deviation) of each channel of a group."""
+    """Returns (values (steps, y, x) of the source's region, mean, standard deviation) of each channel of a group."""
     (top, bottom), (left, right) = source.region
     of_figures = slice(*json.loads(Path(source.statistics).read_text(encoding="utf-8"))["of"]["times"])
     plane, channels = _joined(source, source.groups["inputs"][0])[0][-2:], []
     for name in source.groups[group]:
         dims, values = _joined(source, name)
         if group == "static":
-            # a coordinate is repeated over the dim that it lacks
+            # a coordinate such as latitude is broadcast over the dim that it lacks
             values = values[:, None] if dims == plane[:1] else values
             values = np.broadcast_to(values, source.space)[None]
         levels = values.reshape(len(values), -1, *source.space)[..., top:bottom, left:right]
@@ -121,16 +124,16 @@ def _series(source: Any, group: str) -> list[tuple[np.ndarray, float, float]]:
 
 
 def _joined(source: Any, name: str) -> tuple[tuple[str, ...], np.ndarray]:
-    """Returns (names of dims, values) of a variable, those of several files in the order of these."""
+    """Returns (names of dims, values) of a variable, joined over the source's files in their order."""
     pieces = [held for held in (_variable(str(file), name) for file in source.grid.files) if held is not None]
-    # what has no time is the same in each file
+    # a variable without time is the same in each file
     timed = pieces[0][0][0] == source.time
     return pieces[0][0], np.concatenate([values for _, values, _ in pieces]) if timed else pieces[0][1]
 
 
 @lru_cache(maxsize=64)
 def _variable(file: str, name: str) -> tuple[tuple[str, ...], np.ndarray, dict[str, Any]] | None:
-    """Returns (names of dims, values in float64, attributes) of a variable of one file; None where it has none."""
+    """Returns (names of dims, values in float64, attributes) of a variable of one file; None if the file lacks it."""
     if Path(file).is_file():
         import netCDF4
 
@@ -151,7 +154,7 @@ def _variable(file: str, name: str) -> tuple[tuple[str, ...], np.ndarray, dict[s
     unnamed = [f"dim_{place}" for place in range(array.ndim)]
     dims = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS", unnamed)
     marks = [attributes.get("_FillValue"), attributes.get("missing_value")]
-    # version 2 keeps the first beside the attributes
+    # zarr version 2 stores `_FillValue` outside the attributes
     marks += [array.fill_value] if array.metadata.zarr_format == 2 and marks[0] is None else []
     values = stored.astype(np.float64) * float(attributes.get("scale_factor", 1)) + float(
         attributes.get("add_offset", 0)
@@ -162,12 +165,12 @@ def _variable(file: str, name: str) -> tuple[tuple[str, ...], np.ndarray, dict[s
 
 
 def _numbers(mark: Any, stored: np.dtype) -> np.ndarray:
-    """Returns the numbers that a mark of missing values stands for; a text is one in base64, or in digits."""
+    """Returns the stored numbers that mark missing values; `mark` may be a number, or text in base64 or digits."""
     if isinstance(mark, str):
         try:
             mark = struct.unpack("<d", base64.b64decode(mark, validate=True))
         except (ValueError, struct.error):
             mark = float(mark)
     numbers = np.atleast_1d([] if mark is None else mark)
-    # a number that 32 bits do not hold is stored as one that they do
+    # cast as the stored values are, since a mark that float32 cannot hold is stored rounded
     return numbers.astype(stored) if stored.kind == "f" else numbers

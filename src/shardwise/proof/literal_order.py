@@ -1,7 +1,7 @@
-"""The order of a source's samples, written again for the one process: place by place, with numbers of Python.
+"""The order of a source's samples, implemented again for the one process: one position at a time, in plain Python.
 
-A run's order (`data/order`) deals whole ranges by NumPy. An epoch in the order of another, or in the source's own,
-would be on both sides of a proof if both asked it.
+A run's order (`data/order`) computes whole ranges by NumPy. If both sides of a proof used it, a wrong order (that of
+another epoch, or unshuffled) would be on both.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _ROUNDS, _BITS = 16, 2**64 - 1
 
 
 def sample_at(length: int, seed: int, position: int) -> int:
-    """Returns the sample of a source of `length` samples at a position of its shuffled epochs."""
+    """Returns the index of the sample at `position` of the shuffled epochs of a source of `length` samples."""
     epoch, place = divmod(position, length)
     return shuffled(length, f"order/{seed}/{epoch}", place)
 
 
 def shuffled(length: int, name: str, place: int) -> int:
-    """Returns the sample at a place of [0, length) in the permutation seeded by `name`."""
+    """Returns the index at `place` of a permutation of [0, length) that `name` seeds: a Feistel network on a grid."""
     digest = hashlib.shake_256(name.encode()).digest(8 * _ROUNDS)
     keys = [int.from_bytes(digest[8 * turn : 8 * turn + 8], "little") for turn in range(_ROUNDS)]
     rows = math.isqrt(length - 1) + 1
@@ -31,7 +31,7 @@ def shuffled(length: int, name: str, place: int) -> int:
             row = (row + _mixed(column, keys[turn])) % rows
             column = (column + _mixed(row, keys[turn + 1])) % columns
         place = row * columns + column
-        if place < length:  # a cell of the grid beyond the samples goes on
+        if place < length:  # the grid has more cells than samples; one beyond them is permuted again (cycle walking)
             return place
 
 

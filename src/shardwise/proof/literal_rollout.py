@@ -1,6 +1,7 @@
-"""A roll-out, written again for the one process: K steps, each with its own targets and forcings.
+"""A roll-out, implemented again for the one process: K steps, each with its own targets and forcings.
 
-A curriculum's batches are cut here too, and their lengths compared on either side of each step where one begins.
+The batches of a curriculum are cut to length here too, and compared with the task's around each step where a new length
+begins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from shardwise.task import Task
 
 
 class LiteralRollout(nn.Module):
-    """The one-step module, run once for each target along dim 1 from its own last result; returns all the outputs."""
+    """Runs the one-step module once for each target along dim 1, each time from its last result.
+
+    step  the module of one step;  of  the roll-out's settings: its task and names of batch fields
+    """
 
     def __init__(self, step: nn.Module, of: Any):
         super().__init__()
@@ -32,7 +36,7 @@ class LiteralRollout(nn.Module):
 
 
 def _batches(of: Any, batch: Any, outputs: Any) -> Any:
-    """Yields the batch of each of the K steps; its state is made by `advance` of the output before."""
+    """Yields the batch of each of the K steps; its state is `advance` of the output before, which `outputs` gets."""
     state = batch[of.state]
     for k in range(batch[of.targets].shape[1]):
         now = dict(batch)
@@ -44,7 +48,7 @@ def _batches(of: Any, batch: Any, outputs: Any) -> Any:
 
 
 def literal_rollout(task: Task) -> Task:
-    """Returns a task of K steps as the one process takes them; any other as it is."""
+    """Returns a roll-out task as the one process runs it; any other task unchanged."""
     if not isinstance(task.model, _Made) or not isinstance(task.loss, _Loss):
         return task
     of = SimpleNamespace(**task.model.steps.asked)
@@ -63,14 +67,14 @@ def literal_rollout(task: Task) -> Task:
 
 
 def _cut(growing: _Growing, step: int) -> dict[str, Any]:
-    """Returns the batch of a training step with as many targets, and forcings, as the curriculum has reached."""
+    """Returns the batch of a training step, its targets and forcings cut to the length that the curriculum has then."""
     of, batch = SimpleNamespace(**growing.steps.asked), growing.batch(step)
     length = of.curriculum[max(start for start in of.curriculum if start <= step)]
     return {name: value[:, :length] if name in (of.targets, *of.forcings) else value for name, value in batch.items()}
 
 
 def unlike_curriculum(task: Task) -> list[str]:
-    """Returns a sentence for the first step around which the task's curriculum has another length than it says."""
+    """Returns [a sentence] for the first step whose batch has another length than the curriculum says; else []."""
     growing = task.batch
     # without a curriculum every training step has the same length
     if not isinstance(growing, _Growing):

@@ -1,7 +1,7 @@
-"""What a configuration comes to, written again: steps of its epochs, its schedule at every step, the scaled rate.
+"""Check what a run computes from its configuration by formulas of its own: steps, schedule, learning rate.
 
-A proof runs a few steps, so it shares the run's schedule with the plain loop and replaces its length. What these are
-over the whole run is compared here with formulas of their own, which import nothing of `training`.
+A proof runs a few steps, so it shares the run's schedule with the plain loop and replaces its length. The schedule and
+length of the whole run are compared here, by formulas that import nothing of `training`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from shardwise.proof.literal import groups
 from shardwise.random.reading_seeds import drawing
 from shardwise.step.seeded_draws import seed_masks
 
-MOST_LOOKED_AT = 2000  # steps of a schedule, spread evenly
-NEAR = 1e-12
+MOST_LOOKED_AT = 2000  # steps of a schedule that are compared, spread evenly
+NEAR = 1e-12  # tolerance, relative for rates
 
 
 def steps(train: Any, samples: int | None, batch: int) -> int | None:
-    """Returns the optimizer steps of `train.epochs` passes over `samples`; None where the run is given in steps.
+    """Returns the optimizer steps of `train.epochs` passes over `samples`; None if the run is given in steps.
 
-    The last batch of an epoch holds what is left. A part of an epoch counts its batches, rounded up.
+    batch  samples of a global batch. The last one of an epoch may be short, and a part of an epoch counts its batches,
+           rounded up
     """
     if train.epochs is None or samples is None:
         return None
@@ -35,13 +36,13 @@ def steps(train: Any, samples: int | None, batch: int) -> int | None:
 
 
 def rate(optimizer: Any, batch: int) -> float:
-    """Returns the factor on the learning rate for a batch of this size (`scale_lr`), in samples or tokens."""
+    """Returns the factor that `scale_lr` puts on the learning rate for a batch of this size, in samples or tokens."""
     times = batch / (optimizer.base_batch or 1)
     return {"none": 1.0, "linear": times, "sqrt": times**0.5}[optimizer.scale_lr]
 
 
 def factor(schedule: Any, total: int, step: int) -> float:
-    """Returns the factor on the learning rate at a step, counted from 0, of a run of `total` steps."""
+    """Returns the schedule's factor on the learning rate at `step`, counted from 0, of a run of `total` steps."""
     rise = (step + 1) / (schedule.warmup_steps + 1) if step < schedule.warmup_steps else 1.0
     low = schedule.final_factor
     # a constant rate never falls to `final_factor`
@@ -58,13 +59,13 @@ def factor(schedule: Any, total: int, step: int) -> float:
 
 
 def _rates(task: Any) -> list[float]:
-    """Returns the learning rates of the optimizer that a task makes, group by group."""
+    """Returns the learning rate of each group of the optimizer that a task makes."""
     made = task.optimizer(groups([torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]))
     return [float(group["lr"]) for group in made.param_groups if group.get("lr") is not None]
 
 
 def _adapters(lora: Any, job: Any) -> list[str]:
-    """Returns a sentence for the first adapter whose factor or dropout is not what `[lora]` says."""
+    """Returns [a sentence] if an adapter is missing, extra, or of other numbers than `[lora]` says; else []."""
     # no adapters
     if lora.rank is None:
         return []
@@ -72,7 +73,7 @@ def _adapters(lora: Any, job: Any) -> list[str]:
     factor = (lora.rank if lora.alpha is None else lora.alpha) / (lora.rank**0.5 if lora.rslora else lora.rank)
     model = job.build_task().model()
     expected, adapted = _adapted(lora.targets, model), {p for p, layer in model.named_modules() if _is_adapted(layer)}
-    # the wrong layers: their numbers need no look
+    # with other layers adapted, a comparison of their numbers would say nothing
     if expected != adapted:
         path = min(expected ^ adapted)
         return [f"'{path}' has {'an' if path in adapted else 'no'} adapter, and [lora] names {sorted(expected)}"]
@@ -91,13 +92,12 @@ def _is_adapted(layer: Any) -> bool:
 
 
 def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
-    """Returns the paths of the layers whose last parts a pattern of `[lora] targets` names."""
+    """Returns the paths of the layers that `[lora] targets` name, each by one or more last parts of the path."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
         base = getattr(layer, "base_layer", layer)
-        # peft's targets are linear layers, of which transformers' Conv1D is one with its weight turned
-        # within an adapter lie linear layers of its own, which peft does not adapt again
+        # peft adapts linear layers, transformers' Conv1D (a transposed one) included, but not those inside an adapter
         if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or path.startswith(inside):
             continue
         parts = path.split(".")
@@ -112,7 +112,7 @@ def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
 
 
 def other_sizes(section: Any, task: Any) -> list[str]:
-    """Returns a sentence where a task that the package makes has other sizes than `[task]` says."""
+    """Returns a sentence for each size of a built-in task's model that is not what `[task]` says."""
     made = next((arg for arg in getattr(task.model, "args", ()) if hasattr(arg, "layers")), None)
     sizes = {"context": section.seq_len, **dict(section.model)}
     names = [name for name, size in sizes.items() if size is not None and getattr(made, name, size) != size]
@@ -120,7 +120,7 @@ def other_sizes(section: Any, task: Any) -> list[str]:
 
 
 def _reads(seed: int) -> list[str]:
-    """Returns a sentence where two samples, or one of them in two epochs, are read with the same random numbers."""
+    """Returns [a sentence] unless each sample of each epoch is read with random numbers of its own; else []."""
     seeds = set()
     for epoch in range(2):
         with drawing(seed, epoch, 0) as drawn:
@@ -131,7 +131,7 @@ def _reads(seed: int) -> list[str]:
 
 
 def _fast_masks(seed: int) -> list[str]:
-    """Returns a sentence where two steps, micro-batches or data ranks of `randomness=fast` draw from one seed."""
+    """Returns [a sentence] if two steps, micro-batches or data ranks of `randomness=fast` have one seed; else []."""
     places = list(itertools.product(range(2), repeat=3))
     seeds = set()
     with torch.random.fork_rng(devices=[]):
@@ -147,15 +147,15 @@ def _fast_masks(seed: int) -> list[str]:
 
 
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
-    """Returns a sentence for each setting (steps, rates, schedule) that a job has otherwise than computed here.
+    """Returns a sentence for each setting (steps, rates, schedule) of a job that is not as computed here.
 
-    samples      of the task's data; None where it makes its batches
-    run_factor   the run's schedule: step -> factor
+    samples      of the task's data; None if the task makes its batches
+    run_factor   the run's schedule: step, from 0 -> factor on the learning rate
     total        steps of the run
     """
     config, told = job.effective.config, []
     expected = steps(config.train, samples, job.batch_samples)
-    # None: steps were given, and follow from nothing
+    # None: the number of steps is given, so there is nothing to compute
     if expected is not None and job.steps != expected:
         epochs = f"{config.train.epochs:g} epochs of {samples} samples"
         told.append(f"{epochs} are {expected} steps, and the run has {job.steps}")

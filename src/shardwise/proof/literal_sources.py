@@ -1,19 +1,19 @@
-"""Samples of the package's own sources, read again for the one process of a run, one at a time.
+"""Read samples of the package's own sources again for the one process of a run, one at a time.
 
-    Blend        of the source that a number falls into
-    TokenSource  a window of its file, counted through the files from the first
-    JsonlSource  its documents, of which answers are learned and prompts are not
+    Blend        a sample of the source that the index falls into
+    TokenSource  a window of its files, found by counting from the first file
+    JsonlSource  its documents, of which answers are trained on and prompts are not
     DigitsSource an image, with the label that it has in scikit-learn
     ArraySource  one row of each array
     FieldSource  a pair of fields (`literal_fields`)
 
-How many samples each of them has is counted again too, nothing that a built-in task trains on is held out, and the
-tokens of its files are made again.
+The samples of each are counted again too, the training and held-out parts of a built-in task are checked to be
+disjoint, and the text files of such a task are tokenized again.
 
-Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
+Both sides of a proof read a user's source as it is. A mistake in one of the package's would be on both.
 
-What this does not do: read large files of fields, many chats or much text, tables, chats of templates that mark
-answers, or what a user has written.
+What this does not do: read large files of fields, many chats or much text, parquet tables, chats of templates that
+mark answers, or a user's own source.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ from shardwise.data.tokens import TokenSource
 from shardwise.proof import literal_fields
 from shardwise.trace.double import as_written, default_dtype
 
-MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made again; rows of chats
+MOST_BYTES, MOST_CHATS = 2**20, 2000  # bytes of text files that are tokenized again; rows of chats read again
 
 
 def one_by_one(data: Any, indices: list[int]) -> Any:
-    """Returns the batch of these samples of a proof's source (`First`); None for a source that is not the package's."""
+    """Returns the batch of these samples, read one at a time; None for a source that is not read again.
+
+    data     a proof's source (`First`), which has every n-th sample of the task's
+    indices  into `data`
+    """
     source: Any = getattr(data, "source", None)
     read = _reader(source)
     if read is None:
@@ -58,7 +62,7 @@ def one_by_one(data: Any, indices: list[int]) -> Any:
 
 
 def miscounted(task: Any) -> list[str]:
-    """Returns a sentence for each of a task's sources whose `len()` is not its number of samples, counted here."""
+    """Returns a sentence for each of a task's sources whose `len()` is wrong, or whose rows lack documents."""
     told = []
     for name in ("data", "eval_data"):
         source = getattr(task, name)
@@ -75,7 +79,7 @@ def miscounted(task: Any) -> list[str]:
 
 
 def leaked(task: Any) -> list[str]:
-    """Returns a sentence where a task that the package makes trains on samples that it holds out."""
+    """Returns [a sentence] if a built-in task trains on samples that it holds out; else []."""
     if isinstance(task.data, DigitsSource) and isinstance(task.eval_data, DigitsSource):
         shared = not _images(task.data).isdisjoint(_images(task.eval_data))  # no two of the digits are alike
         return ["held-out images are trained on"] if shared else []
@@ -86,16 +90,19 @@ def leaked(task: Any) -> list[str]:
 
 
 def mistokenized(section: Any, task: Any) -> list[str]:
-    """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
+    """Returns [a sentence] if a task's tokens are not those of its text files, each with the end token; else [].
+
+    section  `[task]` of the configuration
+    """
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
-    # tokens that were given as such, or texts that are not in these files: nothing to encode again
+    # the task was given tokens, or texts from elsewhere, so there is nothing to encode again
     if not isinstance(task.data, TokenSource) or not files or not all(map(Path.is_file, files)):
         return []
-    # much text takes too long; tables (parquet) are not read here
+    # tokenizing much text takes too long; parquet is not read here
     if sum(file.stat().st_size for file in files) > MOST_BYTES or _has_tables(files):
         return []
-    # encoded again from the texts: what training read is a file that may be stale
+    # encoded from the texts, since the file of tokens that training reads may be stale
     tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
     for text in (text for file in files for text in _texts(file)):
         wanted += tokenizer.encode(text) + ([] if tokenizer.end is None else [tokenizer.end])
@@ -109,7 +116,7 @@ def _texts(file: Path) -> list[str]:
 
 
 def _held(file: Path) -> str | list[dict[str, Any]]:
-    """Returns the records of a file that is JSON as a whole or line by line, else its text."""
+    """Returns the records of a file that is JSON as a whole or in each line, otherwise its text."""
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     text = io.StringIO(raw.decode("utf-8-sig"), newline=None).read()
     for part in (lambda: json.loads(text), lambda: [json.loads(line) for line in text.split("\n") if line.strip()]):
@@ -124,15 +131,15 @@ def _held(file: Path) -> str | list[dict[str, Any]]:
 
 
 def _span(source: Any) -> Any:
-    """Returns (start, stop) of a source's part of its text or tokens; None for a source without such a part."""
+    """Returns (start, stop) of a source's part of its text (bytes) or tokens (windows); None for other sources."""
     if isinstance(source, BytesSource):
         return source.start, source.stop
     return source.span if isinstance(source, TokenSource) else None
 
 
 def _count(source: Any) -> int | None:
-    """Returns how many samples a source has by its files or arrays; None where they are not counted here."""
-    # a blend's own `len` is not trusted where a part can be counted
+    """Returns the number of a source's samples by its files or arrays; None for a source that is not counted here."""
+    # of the parts of a blend only those that cannot be counted here count by their own `len`
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
         return sum(len(one) if count is None else count for count, one in counts)
@@ -152,14 +159,14 @@ def _count(source: Any) -> int | None:
 
 
 def _reader(source: Any) -> Callable[[Any, int], Any] | None:
-    """Returns a function (source, index) -> batch of that sample; None for a source that is not read a second time."""
+    """Returns a function (source, index) -> batch of one sample; None for a source that is not read again."""
     if isinstance(source, Blend):
         return _of_blend
     if isinstance(source, TokenSource):
         return _of_tokens
     if isinstance(source, DigitsSource):
         return _of_digits
-    # rows of chats are encoded again for each one: only files small enough for that are read
+    # chats are encoded again for each row, which only small files allow (`_is_read`)
     if _is_packed_again(source):
         return _of_lines
     if isinstance(source, FieldSource):
@@ -168,7 +175,7 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
 
 
 def _of_blend(blend: Blend, index: int) -> Any:
-    """Returns the sample of a blend at a number over all of its sources."""
+    """Returns the batch of one sample of a blend; `index` counts over its sources in order."""
     for source, length in zip(blend.sources, blend.lengths, strict=True):
         if index < length:
             read = _reader(source)
@@ -178,7 +185,7 @@ def _of_blend(blend: Blend, index: int) -> Any:
 
 
 def _of_tokens(source: TokenSource, index: int) -> Any:
-    """Returns {"tokens": (1, seq_len + 1)} of one window, found by counting through the source's files."""
+    """Returns {"tokens": (1, seq_len + 1)} of one window, found by counting windows from the source's first file."""
     window = source.span[0] + index
     for path in source.paths:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, source.dtype, "r")
@@ -212,13 +219,13 @@ def _of_lines(source: JsonlSource, index: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
-    """Returns (tokens, which are learned) of each line of which something is: answers are, prompts are not."""
+    """Returns (tokens, for each whether it is trained on) of each document in which any is: answers, not prompts."""
     assert source.encode is not None
     ending = [] if source.end is None else [source.end]
     documents = []
     records: list[dict[str, Any]] = []
     for held in map(_held, source.paths):
-        if isinstance(held, str):  # plain text: a row's first token is no target, so rows share one token
+        if isinstance(held, str):  # a row's first token is no target, so rows of plain text overlap by one token
             ids, first = [*source.encode(held), *ending], 0
             while first + 1 < len(ids):
                 records.append({"row": ids[first : first + source.seq_len]})
@@ -226,12 +233,12 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             records += held
     for record in records:
-        # plain text has no prompt: all of it is learned
+        # plain text has no prompt, so all of it is trained on
         if "row" in record:
             documents.append((record["row"], [True] * len(record["row"])))
             continue
         turns, before = _turns(record)
-        # a chat template writes tokens between turns, else texts are joined as they are
+        # a chat template writes tokens between turns; without one, texts are joined as they are
         if source.template is not None and turns:
             documents.append(_of_chat(source.template.folder, turns, before, record))
             continue
@@ -244,16 +251,16 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             said = [(record["text"], True)]
         pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
-        # the end token counts as learned, so that a model learns to stop
+        # the end token is trained on too, so that a model learns to stop
         pairs = pairs if source.end is None else [*pairs, (source.end, True)]
         documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
     cut = [(tokens[: source.seq_len], learned[: source.seq_len]) for tokens, learned in documents]
-    # the first token is predicted from nothing, so a document of which it alone would be learned has no loss
+    # the first token is never predicted, so a document with that one to train on has no loss
     return [(tokens, learned) for tokens, learned in cut if any(learned[1:])]
 
 
 def _turns(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Returns (the messages of a record, how many of them are its prompt); ([], 0) where it has text instead."""
+    """Returns (the messages of a record, how many of them are the prompt); ([], 0) if it has text instead."""
     if isinstance(record.get("completion"), list):
         return record.get("prompt", []) + record["completion"], len(record.get("prompt", []))
     return ([], 0) if "completion" in record else (record.get("messages", []), 0)
@@ -267,11 +274,16 @@ def _joined(turn: dict[str, Any]) -> Any:
 def _of_chat(
     folder: Path, turns: list[dict[str, Any]], before: int, record: dict[str, Any]
 ) -> tuple[list[int], list[bool]]:
-    """Returns (tokens, for each whether it is learned) of a conversation: answers are, each with its end token."""
+    """Returns (tokens, for each whether it is trained on) of a conversation: answers, each with its end token.
+
+    folder  of the tokenizer
+    before  how many turns are the prompt, whose answers are not trained on
+    record  the line of the file, with tools and options of the template
+    """
     tokenizer = _tokenizer(folder)
     tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
     options = {**(record.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
-    # contents in parts: joined where the template writes the whole of them then; else it reads the parts itself
+    # contents in parts are joined, unless the template reads the parts itself and would lose joined ones
     if any(isinstance(turn.get("content"), list) for turn in turns):
         flat = [{**turn, "content": _joined(turn)} for turn in turns]
         text = tokenizer.apply_chat_template(flat, tokenize=False, **options)
@@ -286,13 +298,14 @@ def _of_chat(
     text, cursor = tokenizer.apply_chat_template(turns, tokenize=False, **options), 0
     for place, turn in enumerate(turns):
         content = (_joined(turn) or "").strip()
-        # a template may leave out how an answer begins (its thoughts)
+        # a template may leave out the start of an answer (its thoughts)
         said = next(content[at:] for at in range(len(content) + 1) if content[at:] in text[cursor:])
         cursor = text.index(said, cursor) + len(said)
         if turn["role"] == "assistant" and place >= before:
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
-            # the template writes this answer otherwise once turns follow (leaves thoughts out): its place in the whole
+            # the template writes this answer otherwise once turns follow (without thoughts), so a prefix of the
+            # conversation does not show where it lies: its place in the whole text does
             if high < len(tokenizer(text[:cursor], add_special_tokens=False)["input_ids"]):
                 low = len(tokenizer(text[: cursor - len(said)], add_special_tokens=False)["input_ids"])
                 high = next(at for at in range(low, len(tokens)) if tokens[at] in special) + 1
@@ -304,18 +317,18 @@ def _of_chat(
 
 
 def _alike(tokens: list[int], others: list[int]) -> int:
-    """Returns how many tokens two texts begin with alike."""
+    """Returns the length of the common prefix of two lists of tokens."""
     least = min(len(tokens), len(others))
     return next((at for at in range(least) if tokens[at] != others[at]), least)
 
 
 def _is_packed_again(source: Any) -> bool:
-    """Whether a source is one of documents in rows, and is read again here."""
+    """Whether a source packs documents into rows and is read again here."""
     return isinstance(source, JsonlSource) and source.encode is not None and _is_read(source)
 
 
 def _is_read(source: JsonlSource) -> bool:
-    """Whether a source is read again here: it has no chat template, or has few chats and one that marks no answers."""
+    """Whether a source is read again: without a chat template, or with few chats and one that marks no answers."""
     if _has_tables(source.paths):
         return False
     if source.template is None:
@@ -346,7 +359,7 @@ def _images(source: DigitsSource) -> set[bytes]:
 
 @lru_cache(maxsize=1)
 def _digits() -> dict[bytes, int]:
-    """Returns {bytes of an image as float32: its label} of the handwritten digits that sklearn packages."""
+    """Returns bytes of an image as float32 -> its label, for the handwritten digits in scikit-learn."""
     (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
     rows = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
     return {(row[:-1] / 16).astype(np.float32).tobytes(): int(row[-1]) for row in rows}

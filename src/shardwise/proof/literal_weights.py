@@ -1,13 +1,13 @@
-"""A module's values before the first step, held against its constructor run plainly: constants, widths, who is alike.
+"""Compare a module's initial values with those of its constructor run directly: constants, means, variances, repeats.
 
-Both sides of a proof replay a constructor (`trace/deferred`), so weights that all begin alike, or twice as wide as they
-should, would be on both. The constructor is run twice here, under two seeds:
+Both sides of a proof replay a constructor (`trace/deferred`), so weights that are all alike, or twice as large as they
+should be, would be on both. The constructor runs twice here, under two seeds:
 
-    the same both times    a constant: the module has it too
-    drawn                  mean and width are those that the constructor draws, as far as so many numbers tell
-    unlike each other      two weights that are drawn apart are not one draw
+    equal both times     a constant, which the module must have too
+    different            random: mean and variance must be the constructor's, as far as so many numbers tell
+    not alike            two weights that the constructor draws separately must not have the same random numbers
 
-What this does not do: look at models of more than `MOST` elements, at values from files, or at modules that exist once.
+What this does not do: check models of more than `MOST` elements, values from files, or models that exist only once.
 """
 
 from __future__ import annotations
@@ -24,36 +24,39 @@ from shardwise.errors import ShardwiseError
 from shardwise.task import Task
 from shardwise.trace.double import as_written
 
-MOST = 2**22
-SIGMAS, RUNS = 6.0, 8
-FEW, FIRST = 16, 12  # numbers of which a width is looked at; first ones whose order tells draws apart
+MOST = 2**22  # elements of a model
+SIGMAS, RUNS = 6.0, 8  # standard errors by which means may differ; further runs of the constructor
+FEW, FIRST = 16, 12  # elements from which a variance is compared; first elements whose order identifies random numbers
 Values = dict[str, torch.Tensor]
 
 
 def differences(task: Task, module: nn.Module) -> list[str]:
-    """Returns a sentence for each constant, mean, width or repeated draw of weights that is not the constructor's."""
+    """Returns a sentence for each constant, mean, variance or repeat of weights that is not the constructor's.
+
+    module  as both sides of a proof build it
+    """
     if not is_looked_at(task, module):
         return []
     values = _values(module)
     try:
         (one, first), (two, second) = _constructed(task.model, 1), _constructed(task.model, 2)
-    except ShardwiseError:  # a refusal in words of its own, which the user is to read
+    except ShardwiseError:  # has a message for the user
         raise
-    except Exception:  # whoever builds the module tells why it cannot be built
+    except Exception:  # building the module reports why it cannot be built
         return []
-    # the model exists once, or has other parameters in each run: there is nothing to hold it against
+    # the model exists only once, or has other parameters in each run, so there is nothing to compare with
     if one is two or values.keys() != first.keys() or values.keys() != second.keys():
         return []
     unlike, drawn = list[str](), list[str]()
     for name, value in values.items():
-        # a size that each run draws, integers, or sparse: no values to compare place by place
+        # random sizes, integers and sparse tensors have no elements to compare one by one
         if value.shape != first[name].shape or not value.is_floating_point() or value.layout != torch.strided:
             continue
         if not torch.equal(first[name], second[name]):
             drawn.append(name)
         elif not torch.allclose(value, first[name], rtol=1e-5, atol=1e-7, equal_nan=True):
             unlike.append(name)
-    # equal under two seeds: a constant, or one of a few values (a place in a list), which more seeds draw otherwise
+    # equal under two seeds: a constant, or a choice among few values, which differs under more seeds
     others = [_constructed(task.model, seed)[1] for seed in range(3, 3 + RUNS)] if unlike else []
     constant = [name for name in unlike if all(torch.equal(first[name], other[name]) for other in others)]
     told = [f"'{name}' does not begin with the constant that its constructor gives it" for name in constant]
@@ -62,16 +65,16 @@ def differences(task: Task, module: nn.Module) -> list[str]:
 
 
 def is_looked_at(task: Task, module: nn.Module) -> bool:
-    """Whether `differences` runs the constructor again; the caller then builds the module that it uses after that.
+    """Whether `differences` runs the constructor again, after which the caller must build its module anew.
 
-    What a constructor leaves outside of its module (a list that it fills) is then that module's.
+    Otherwise state that the constructor leaves outside of its module (a list that it fills) would be another module's.
     """
     elements = sum(param.numel() for param in module.parameters())
     return task.weights is None and task.model is not None and elements <= MOST
 
 
 def _constructed(model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Values]:
-    """Returns (module, its values by name) of the constructor under a seed; generators are as before afterwards."""
+    """Returns (module, its values by name) of the constructor under a seed; restores the generators."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), as_written():
         torch.manual_seed(seed)
@@ -90,11 +93,14 @@ def _values(module: nn.Module) -> Values:
 
 
 def _other_widths(model: Callable[[], nn.Module], drawn: list[str], values: Values, first: Values) -> list[str]:
-    """Returns a sentence where the numbers that weights begin with have another mean or width than those drawn."""
+    """Returns [a sentence] if random weights (`drawn`) have another mean or variance than the constructor's; else [].
+
+    values, first  of the module, and of a run of the constructor
+    """
     ours = _apart(drawn, values, first)
     if ours <= SIGMAS:
         return []
-    # what all elements of a weight share is as far apart in two runs of the constructor
+    # a random factor that all elements of a weight share differs as much between two runs of the constructor
     others = max(_apart(drawn, _constructed(model, seed)[1], first) for seed in range(2, 2 + RUNS))
     if ours <= 2 * others:
         return []
@@ -102,7 +108,7 @@ def _other_widths(model: Callable[[], nn.Module], drawn: list[str], values: Valu
 
 
 def _apart(drawn: list[str], values: Values, first: Values) -> float:
-    """Returns the largest difference in means of bounded functions of drawn tensors, in standard errors."""
+    """Returns the largest difference in means of bounded functions of the tensors `drawn`, in standard errors."""
     most = 0.0
     for bounded in (torch.tanh, lambda numbers: torch.tanh(numbers).square()):
         units = []
@@ -116,7 +122,7 @@ def _apart(drawn: list[str], values: Values, first: Values) -> float:
 
 
 def _alike(drawn: list[str], values: Values, first: Values) -> list[str]:
-    """Returns a sentence where two weights that the constructor draws apart begin with one draw."""
+    """Returns [a sentence] if two weights share random numbers that the constructor draws separately; else []."""
     met: dict[tuple, str] = {}
     for name in drawn:
         if values[name].numel() < FIRST:

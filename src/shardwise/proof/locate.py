@@ -1,12 +1,12 @@
 """Find where a plan first differs from one process: both run again and are compared module by module.
 
-Looked at in the order in which a step runs, in the first step in which anything differs:
+In the first step in which anything differs, these are compared in the order in which a step computes them:
 
     initial values . forward of each module . buffers . loss . backward of each module . gradients . norm . update
 
-The first that differs is told: the module's path, the rank, the micro-batch, and what kind of difference it is where
-that can be told (`kind`). A gradient that differs although every module's forward and backward agree was lost on its
-way: in the module's own weight gradient, or in the sum over ranks.
+The first difference is reported with the module's path, the rank, the micro-batch, and its kind if that is known
+(`kind`). A gradient that differs although every module's forward and backward agree was changed afterwards, in the
+module's own weight gradient or in the sum over ranks.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record
 from shardwise.proof.watch import CallTrace, Key, SampledTensor, rows_of
 
-FAR = 1e-8  # of a tensor's largest value; what is compared is float64
+FAR = 1e-8  # tolerance, relative to a tensor's largest value; all is compared in float64
 
 
 @dataclass(frozen=True)
 class Located:
-    """The first difference. `module` is the path of the module that made it, or that holds the tensor."""
+    """The first difference. `module` is the path of the module that made the wrong tensor, or that holds it."""
 
-    step: int  # -1: before the first
-    phase: str  # "forward of", "gradient of", ... in the order of a step
-    module: str
-    tensor: str
+    step: int  # from 0; -1: before the first
+    phase: str  # "forward of", "gradient of", ...
+    module: str  # "" for the whole model
+    tensor: str  # name of the parameter, buffer or state in quotes; "" for an output
     rank: int
-    micro_batch: int | None
+    micro_batch: int | None  # None: the difference is of no single one
     error: float  # relative to the tensor's largest value
-    kind: str  # what the difference looks like, in words; "" where nothing does
+    kind: str  # what the difference looks like, in words (`kind_of`); "" if unknown
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as values that JSON holds; `step` from 1, as `text` has it, and 0 before the first."""
+        """Returns the fields as values for JSON, with `step` counted from 1, and 0 for before the first."""
         return asdict(self) | {"step": self.step + 1}
 
     def text(self) -> str:
@@ -61,21 +61,25 @@ _DRAWN = "one that is drawn without a seed where the task's file is imported is 
 
 
 def first_step(parity: Parity) -> int:
-    """Returns the first step in which anything exceeds its bar, -1 for the initial values."""
+    """Returns the first step in which anything exceeds its bar; -1 for initial values."""
     return min(parity.exceeded.values(), default=0)
 
 
 def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Sequence[CallTrace]) -> Located | None:
-    """Returns the first difference in the step that was looked at; None where the second run does not show one."""
+    """Returns the first difference in the step `look.step`; None if the second run shows none.
+
+    parity, single, ranks  of the first run: the comparison, and the records of one process and of rank 0
+    look, traces           of the second run: the trace of one process, and each rank's
+    """
     step = look.step
-    # different before the first step: initial weights, of which drawing is the likeliest cause
+    # initial weights differ, most likely because of random numbers drawn outside the constructor
     if first_step(parity) < 0:
         first = _named(parity, single, ranks, "parameter", -1, "initial value of", [])
         return first if first is None or first.kind else replace(first, kind=_DRAWN)
-    # ranks of one stage make the same calls: where they do not, the plan has stages
+    # ranks that run the same stage make the same calls, so other calls mean that the plan has stages
     pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
     first = _modules(step, look.trace, traces, pipelined)
-    # in the order of a step: the first that differs explains all later ones
+    # in the order of a step, since the first difference causes all later ones
     first = first or _named(parity, single, ranks, "buffer", step, "buffer", [])
     first = first or _number(parity, "loss", step, "the loss, of equal outputs", single.losses, ranks.losses)
     first = first or _gradients_of_modules(step, look.trace, traces, pipelined)
@@ -88,7 +92,7 @@ def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Se
 def _number(
     parity: Parity, kind: str, step: int, phase: str, single: list[float], ranks: list[float]
 ) -> Located | None:
-    """Returns the difference of the loss or the norm, where that exceeds its bar in this step first, else None."""
+    """Returns the difference of the loss or norm (`kind`) if it exceeds its bar first in this step; else None."""
     if parity.exceeded.get((kind, "")) != step:
         return None
     words = kind_of(torch.tensor([ranks[step]], dtype=torch.float64), torch.tensor([single[step]], dtype=torch.float64))
@@ -96,7 +100,7 @@ def _number(
 
 
 def _modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    """Returns the first output of a module that differs on a rank, with the module that made it; None without one."""
+    """Returns the first module output that differs on a rank, with the module that made it; None if none does."""
     for key, expected in single.forward.items():
         for rank, trace in enumerate(traces):
             difference = _difference(expected, trace.forward.get(key), pipelined)
@@ -107,7 +111,7 @@ def _modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipeline
 
 
 def _maker(single: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> str:
-    """Returns the path of the module in which a difference arose: the innermost whose arguments were right."""
+    """Returns the path of the module in which a difference arose: the innermost whose arguments are right."""
     calls = [key[:3], *single.inside.get(key, [])]
     for call in calls:
         given = [other for other in single.arguments if other[:3] == call]
@@ -117,7 +121,7 @@ def _maker(single: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> st
 
 
 def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    """Returns the first gradient of a module's output or argument that differs; None: none does."""
+    """Returns the first gradient of a module's output or argument that differs; None if none does."""
     for which, expected in single.backward.items():
         for rank, trace in enumerate(traces):
             if pipelined and not _ran(trace, which[0]):
@@ -129,19 +133,20 @@ def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTra
 
 
 def _ran(trace: CallTrace, key: Key) -> bool:
-    """Whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
+    """Whether a rank ran the call of `key`; ranks of other stages have no outputs of it, or made-up ones (NaN)."""
     gave = [value for other, value in trace.forward.items() if other[:3] == key[:3]]
     return bool(gave) and not any(bool(torch.isnan(value.tensor).any()) for value in gave)
 
 
 def _maker_of_gradient(single: CallTrace, key: Key, argument: bool) -> tuple[str, str, str]:
-    """Returns (phase, module, tensor): an argument's gradient is made by the call itself, an output's by its caller.
+    """Returns (phase, module, tensor) to blame for a wrong gradient.
 
-    What its readers gave back came before, and was right.
+    An argument's gradient is made by the call itself, an output's by the call around it. The gradients that later calls
+    returned came before, and were right.
     """
     if argument:
         return "backward of", key[1], ""
-    while key in single.outer:  # a caller that returns it as its own output: the reader is further out
+    while key in single.outer:  # the caller returns this output as its own, so whatever reads it is further out
         key = single.outer[key]
     path = key[1]
     callers = single.inside.get(key, [])
@@ -153,15 +158,15 @@ def _maker_of_gradient(single: CallTrace, key: Key, argument: bool) -> tuple[str
 
 
 def _difference(expected: SampledTensor, actual: SampledTensor | None, pipelined: bool) -> tuple[float, str] | None:
-    """Returns (error, kind) where a rank's tensor is not that of one process, None where it is."""
-    if actual is None or (pipelined and bool(torch.isnan(actual.tensor).any())):  # made up: another stage's
+    """Returns (error, kind) if a rank's tensor is not one process's; None if it is, or if that cannot be told."""
+    if actual is None or (pipelined and bool(torch.isnan(actual.tensor).any())):  # NaN: another stage computes it
         return None
     rows = rows_of(expected, actual)
-    # which of one process's rows are this rank's samples cannot be told
+    # unknown which elements of one process's tensor belong to this rank's samples
     if rows is None:
         return None
-    error = tensor_error(actual.tensor, rows, 1e-300)  # without a floor: what is small is looked at too
-    # and beside the largest of all samples: the rows of this rank alone may be rounding
+    error = tensor_error(actual.tensor, rows, 1e-300)  # without a floor, so that small tensors count too
+    # also relative to the largest of all samples, since this rank's samples alone may be of rounding size
     largest = float(expected.tensor.abs().max()) if expected.tensor.numel() else 0.0
     if error <= FAR or float((actual.tensor - rows).abs().max()) <= FAR * largest:
         return None
@@ -172,11 +177,15 @@ def _named(
     parity: Parity, single: Record, ranks: Record, kind: str, step: int, phase: str,
     shares: list[dict[str, torch.Tensor]],
 ) -> Located | None:  # fmt: skip
-    """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank; None without one."""
+    """Returns the first tensor of a kind that exceeds its bar first in this step, with its rank; None if none does.
+
+    phase   of the `Located`
+    shares  summands of the gradients by data rank, name -> tensor; [] if not known
+    """
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
     for name in (name for name in single.of(kind, step) if name in exceeding):
         others = [d for d in ranks.deviations if (d.kind, d.step, d.name) == (kind, step, name)]
-        # `ranks` is rank 0's record, and other ranks kept only what differs from it
+        # `ranks` is rank 0's record; of other ranks there are only tensors that differ from it
         for deviation in (Deviation(0, step, kind, name, ranks.of(kind, step).get(name)), *others):
             actual, expected = deviation.tensor, single.of(kind, step)[name]
             if actual is None or expected is None:

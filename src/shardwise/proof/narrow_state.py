@@ -1,11 +1,11 @@
-"""What `optimizer_state`, `masters`, `gradients` and `offload` change, on the plan's ranks in its precision.
+"""Measure what `optimizer_state`, `masters`, `gradients` and `offload` change, on the plan's ranks in its precision.
 
-    ranks   five steps with the state in full ── the same bits ──> split masters, gradients used as made, `offload`
-                                              ── so far apart ──> with coded state as well
+    ranks   five steps with full state ── must have the same bits ──> split masters, gradients used as made, `offload`
+                                       ── distance is reported ─────> coded (8-bit) state as well
 
-Float64 has no masters beside its weights, no half of one and no 8 bits to round to, and gradients that are freed cannot
-be compared. Split masters, gradients used as they are made and masters that lie elsewhere have no bar: one bit is a
-difference. What a code changes is measured and told, and judged by nobody.
+The proof in float64 cannot test these, since it has no separate master weights and nothing to round to, and gradients
+that are freed cannot be compared. Split masters, gradients used as they are made and offloaded masters must not change
+a bit. What a code of the optimizer state changes is only reported, without a bar.
 
 What this does not do: say whether a run of thousands of steps comes to as good a loss (docs/techniques/lean.md).
 """
@@ -27,14 +27,15 @@ from shardwise.task import Task
 from shardwise.task_names import resolve_task
 
 STEPS = 5
-EXACT = ("masters", "gradients", "offload")  # keys that change no bit
+EXACT = ("masters", "gradients", "offload")  # plan keys that must not change a bit
 
 
 @dataclass
 class FewSteps:
-    """A few steps' losses; of each weight its digest, and its values before and after them, in float64 (rank 0).
+    """The outcome of `STEPS` steps: losses, and by name each weight's digest and its values in float64 (rank 0 alone).
 
-    repeated  how many of the steps were repeated
+    digests   of the weights after the steps
+    repeated  how many of the steps were repeated, to be clipped
     """
 
     losses: list[float] = field(default_factory=list)
@@ -45,9 +46,9 @@ class FewSteps:
 
 
 def variants(plan: Plan) -> list[Plan]:
-    """Returns the plan with its state in full, in place, and gradients held; without codes alone; as it is; each once.
+    """Returns the plan with full state, then without codes alone, then unchanged; equal ones once, not compiled.
 
-    Where weights are as wide as their masters, `offload` is met by the proof in float64, and stays.
+    Full state is unsplit masters, gradients held together and, where masters are wider than weights, no offload.
     """
     own = plan.with_(compile=False)
     uncoded = own.with_(optimizer_state="full")
@@ -58,12 +59,12 @@ def variants(plan: Plan) -> list[Plan]:
 
 
 def run_variants(task: Any, plan: Plan, settings: Settings) -> list[FewSteps]:
-    """Returns this rank's run of each of the variants. Collective."""
+    """Returns this rank's `FewSteps` of each of the variants. Collective."""
     return [_run(resolve_task(task), variant, settings) for variant in variants(plan)]
 
 
 def _run(task: Task, plan: Plan, settings: Settings) -> FewSteps:
-    """Returns this rank's `FewSteps` under the plan; tensors on rank 0 alone. Collective."""
+    """Returns this rank's `FewSteps` under the plan. Collective."""
     engine, run = parallelize(task, plan, **settings.of_engine), FewSteps()
     for step in range(STEPS):
         if not step:
@@ -81,14 +82,17 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) -> None:
-    """Compare the variants' runs on every rank, into `parity`: bits of split masters, and a note on codes."""
+    """Compares the variants' runs into `parity`: bits of `EXACT` keys, equal weights on all ranks, and a note on codes.
+
+    by_rank  for each rank its `FewSteps` of each of `variants(plan)`
+    """
     uncoded = plan.with_(compile=False, optimizer_state="full")
     plain, *_ = variants(plan)
-    # only these must agree to the bit, and only where the plan sets them; codes are measured below
+    # only these keys must keep every bit, so without one in the plan nothing is compared
     if keys := ",".join(f"{key}={getattr(plan, key)}" for key in EXACT if getattr(plan, key) != getattr(plain, key)):
         place = variants(plan).index(uncoded)
         _compare_bits(parity, [(runs[0], runs[place]) for runs in by_rank], keys, plan.precision)
-    # the last run is the plan as it is, in which every rank must end with the same weights
+    # the last run is the unchanged plan, in which all ranks must end with the same weights
     unlike = [rank for rank, runs in enumerate(by_rank) if runs[-1].digests != by_rank[0][-1].digests]
     if unlike:
         parity.differences.append(f"rank {unlike[0]} has other weights than rank 0 after {STEPS} steps under {plan}")
@@ -97,7 +101,7 @@ def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) 
 
 
 def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: str, precision: str) -> None:
-    """Compare each rank's two runs bit by bit, into `parity`."""
+    """Compares each rank's two runs, (full state, with `keys`), bit by bit, into `parity`."""
     for rank, (full, split) in enumerate(pairs):
         other = [name for name, value in full.digests.items() if split.digests.get(name) != value]
         if other or [*map(str, full.losses)] != [*map(str, split.losses)]:  # NaN on both sides is the same
@@ -109,7 +113,7 @@ def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: 
 
 
 def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:
-    """Add a note on how far losses and weights of coded state are from those of full state."""
+    """Adds a note on how far losses and weights with coded state are from those with full state."""
     losses = max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(full.losses, coded.losses, strict=True))
     apart = sum(float((coded.after[name] - value).square().sum()) for name, value in full.after.items())
     moved = sum(float((value - full.before[name]).square().sum()) for name, value in full.after.items())

@@ -1,7 +1,9 @@
-"""The oracle: a plain loop in one process. A new part of the step: also plain_run, verify_run, own_precision, settings.
+"""The oracle: a plain training loop in one process, with which a plan is compared.
 
 For each micro-batch: forward, backward of the sum. Then every gradient is divided by the total weight, clipped, and
-the optimizer steps. Masks are drawn by global index, as the engine's `global` mode does.
+the optimizer steps. Random masks follow the global index, as with the engine's randomness=global.
+
+A new part of the step must also be added to plain_run, verify_run, own_precision and settings.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ from shardwise.trace.double import KeepDouble, default_dtype
 
 @dataclass
 class Look:
-    """A request to trace one step, beside the record, and its result.
+    """A request to trace one step of the oracle, and its result.
 
-    trace    every module's outputs and their gradients
-    shares   summands of the gradient, by data rank of `ranks`; [] where they do not add up to it
+    step    the step to trace, from 0
+    ranks   data ranks for which `shares` are computed
+    trace   every module's outputs and their gradients
+    shares  for each data rank name -> its summand of the gradient; [] if the samples' gradients do not add up
     """
 
     step: int
@@ -52,23 +56,23 @@ class Look:
 
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
-    """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely.
+    """Returns the record of `settings.steps` steps in this process, in `settings.dtype`; fills `look`, if given.
 
     Raises what the task raises, and `InputError` for a batch whose global weight is 0.
     """
     unlike = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
-    # once in a proof: the second look, and runs with moved weights, have the same constructor
+    # once in a proof, since the traced run and runs with nudged weights have the same constructor
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
         unlike += literal_weights.differences(task, module)
-        # built anew: what a constructor leaves outside of its module (a list that it fills) is then this one's
+        # built again, so that state which a constructor leaves outside its module (a list) is this module's
         module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
-    # with a closure the optimizer computes gradients inside its step, where nothing can settle them before
+    # with a closure the optimizer computes gradients inside its step, so they cannot be changed before it
     if not needs_closure(optimizer):
         settle_and_note(optimizer, record.limits)
     record.trained = {name for name, _ in named}
@@ -98,7 +102,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
 
             with arithmetic, default_dtype(settings.dtype):
                 optimizer.step(closure)
-            record.losses.append(losses[0])  # an optimizer with a closure may call it again at moved weights
+            record.losses.append(losses[0])  # later calls of the closure are at other weights
         else:
             record.losses.append(gradients())
             with arithmetic, default_dtype(settings.dtype):  # scalars of an optimizer's state follow the default
@@ -106,7 +110,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
                 optimizer.step()
                 eps.end()
         record.norms.append(norms[0])
-        new = replaced(module, named)  # parameters that a forward has replaced are buffers from here on
+        new = replaced(module, named)  # a parameter that a forward has replaced counts as a buffer from now on
         mine = [(name, param) for name, param in named if name not in new]
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in mine})
         parameters = dict(module.named_parameters())
@@ -114,7 +118,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         states = [kept_state(name, optimizer.state.get(param, {})) for name, param in mine if param.numel()]
         record.states.append({key: value for state in states for key, value in state.items()})
         record.buffers.append({name: kept(buffer) for name, buffer in (*module.named_buffers(), *new.items())})
-    for name in replaced(module, named):  # a buffer, as a plan holds it
+    for name in replaced(module, named):  # a buffer under a plan too
         record.trained.discard(name)
         del record.initial[name]
     record.notices += eps.notes()
@@ -127,14 +131,14 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
 
 
 class _Noted(CheckedRandom):
-    """Notes the seed of each micro-batch's masks, by (step, micro-batch)."""
+    """`CheckedRandom` that also records the seed of each micro-batch's masks, by (step, micro-batch)."""
 
     def __init__(self, dims: BatchDims):
         super().__init__(dims)
         self.seeds: dict[tuple[int, int], int] = {}
 
     def begin(self, seed: int, step: int, micro_batch: int, *args: Any, **kwargs: Any) -> None:
-        """Starts a micro-batch."""
+        """Starts a micro-batch and records its seed."""
         super().begin(seed, step, micro_batch, *args, **kwargs)
         self.seeds[step, micro_batch] = torch.initial_seed()
 
@@ -142,7 +146,10 @@ class _Noted(CheckedRandom):
 def _gradients(
     task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: ModuleWatch | None = None
 ) -> tuple[float, float]:
-    """Leaves the clipped gradients of the batch's mean loss; returns (loss, norm before). `InputError` for weight 0."""
+    """Leaves the clipped gradients of the batch's mean loss in the parameters; returns (loss, norm before clipping).
+
+    Raises `InputError` for a batch whose weight is 0.
+    """
     with nullcontext() if watch is None else watch.watching():
         total, weight = _sums(task, module, named, batch, step, settings, random, watch)
     if weight == 0:
@@ -150,7 +157,7 @@ def _gradients(
             "the global weight of a batch is 0 (no sample or token counts): look at what Task.loss returns as weight, "
             "and whether every target is ignored or a mask is empty"
         )
-    new = replaced(module, named)  # what the forward has replaced gets no update, and no share of the norm
+    new = replaced(module, named)  # a parameter that the forward has replaced is not updated, nor part of the norm
     named = [(name, param) for name, param in named if name not in new]
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
@@ -158,14 +165,14 @@ def _gradients(
     # In float64, also of float32 gradients: torch's own norm of a large tensor is off by a thousandth on a CPU.
     norm = math.sqrt(sum(float(gradient.abs().double().square().sum()) for gradient in gradients))
     factor = 1.0 if settings.clip_norm is None else settings.clip_norm / (norm + 1e-6)
-    if not factor >= 1.0:  # NaN is to reach the gradients, as torch has it
+    if not factor >= 1.0:  # not `<`, so that a NaN reaches the gradients, as it does in torch
         for gradient in gradients:
             gradient.mul_(factor)
     return total / weight, norm
 
 
 def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch | None = None) -> tuple[float, float]:
-    """Returns (sum of losses, sum of weights) over micro-batches; leaves the gradients of the sum in the parameters."""
+    """Returns (sum of losses, sum of weights) over micro-batches; leaves the gradients of the first."""
     for _, param in named:
         param.grad = None
     total, weight = 0.0, 0.0
@@ -175,7 +182,8 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
         if watch is not None:
             watch.begin(index, samples.start, samples.count, samples.total)
         with (
-            nullcontext() if settings.device == "cpu" else sdpa_kernel(SDPBackend.MATH),  # whose dropout modes see
+            # on an accelerator fused attention would draw its dropout where no mode sees it
+            nullcontext() if settings.device == "cpu" else sdpa_kernel(SDPBackend.MATH),
             random.watching(module),
             KeepDouble(),
             default_dtype(settings.dtype),
@@ -184,7 +192,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
             loss = loss_of(task, module(*args, **kwargs), part)
             objective = loss.total
             for extra in loss.extras.values():
-                # an extra term counts by its own weight: brought to the loss's, since one division follows
+                # an extra term is a mean over its own weight, and all is divided by the loss's weight at the end
                 factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
                 objective = objective + extra.total * factor
             objective.backward()
@@ -194,13 +202,14 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
 
 
 def _shares(task, module, named, batch, step, settings, random, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Returns each data rank's summand of every gradient; [] where samples look at each other.
+    """Returns each data rank's summands of the gradients, by name; [] if unknown, or if they do not add up.
 
-    Of a copy of the module, which forwards may change; [] of one that cannot be copied.
+    They do not add up if samples depend on each other. Runs on a copy of the module, since forwards may change it;
+    [] if it cannot be copied.
     """
     try:
         module = copy.deepcopy(module)
-    except (RuntimeError, TypeError):  # of torch, for tensors of a graph in its attributes; of what holds a thread
+    except (RuntimeError, TypeError):  # attributes hold tensors with a graph, or a thread
         return []
     copies = dict(module.named_parameters())
     named = [(name, copies[name]) for name, _ in named]
@@ -213,7 +222,7 @@ def _shares(task, module, named, batch, step, settings, random, ranks: int) -> l
             grads = {name: param.grad for name, param in named}
             zeros = {name: torch.zeros_like(value) for name, value in whole.items()}
             shares.append({n: zeros[n] if (g := grads[n]) is None else kept(g) / weight for n in whole})
-    except (RuntimeError, ValueError):  # too few samples for a norm, say: then nothing is known of shares
+    except (RuntimeError, ValueError):  # too few samples, for a batch norm for example
         return []
     # where samples look at each other (a batch norm), parts of a batch do not add up to the whole
     adds_up = all(torch.allclose(sum(share[name] for share in shares), value) for name, value in whole.items())
@@ -225,7 +234,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _cuts(samples: int, settings: Settings):
-    """Yields (micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
+    """Yields (micro-batch, start, stop, `Samples`) of each forward: a micro-batch, half of one, or a rank's share."""
     micro_batches(samples, settings.accumulate)  # refuses too few of them
     for index, (low, high) in enumerate(bounds(samples, settings.accumulate)):
         middle = low + (high - low) // 2 if settings.halves else high
@@ -234,14 +243,14 @@ def _cuts(samples: int, settings: Settings):
             rank, ranks = settings.share
             parts = [(low + (high - low) * rank // ranks, low + (high - low) * (rank + 1) // ranks)]
         for first, last in parts:
-            # with fewer samples than parts some have none: they run nothing
+            # with fewer samples than parts, some parts are empty and run nothing
             if last > first:
                 yield index, first, last, Samples(first - low, last - first, high - low)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context: torch computes in one thread."""
+    """Context in which torch computes in one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -251,14 +260,14 @@ def one_thread() -> Iterator[None]:
 
 
 def plain_module(task: Task, settings: Settings) -> nn.Module:
-    """Returns the module with its replayed initial values, in the proof's dtype, on its device."""
+    """Returns the task's module with its initial values, in the proof's dtype, on its device, in train mode."""
     dtype = settings.dtype
     device = torch.device(settings.device)
     with one_thread():  # as the ranks of a proof have: a QR or a product rounds otherwise on several
         built = build(task.model, settings.seed)
         module = built.module
         built.value_from = task.weights
-        # copies: where building was not deferred, a value is the module's own tensor
+        # copies, since `value` returns the module's own tensor if building was not deferred
         values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
         for place, (_, tensor) in enumerate(named_tensors(module)):
@@ -268,14 +277,14 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
             tensor.data = nudged(tensor.data, settings, place).to(device)
-    # a choice among equals may lie within the module, out of reach of what moves weights and inputs alone
+    # a choice among equal values inside the module may not be reached by nudging weights and inputs alone
     if settings.nudge_inside:
         _nudge_inside(module, settings)
     return module.train()
 
 
 def _nudge_inside(module: nn.Module, settings: Settings) -> None:
-    """Add hooks that move each childless module's output by an epsilon, alike in every call; gradients stay."""
+    """Adds hooks that move each childless module's output by an epsilon, the same in every call; gradients stay."""
 
     def moved(place: int, output: Any) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +299,7 @@ def _nudge_inside(module: nn.Module, settings: Settings) -> None:
 
 
 def _cast(batch: Any, settings: Settings) -> Any:
-    """Returns the batch with floating-point data in the proof's dtype, all of it on the proof's device."""
+    """Returns the batch on the proof's device, floating-point data in the proof's dtype and nudged if asked."""
     device = torch.device(settings.device)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -301,6 +310,6 @@ def _cast(batch: Any, settings: Settings) -> Any:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer's `step` cannot be called without a closure, as LBFGS's cannot."""
+    """Whether the optimizer's `step` cannot be called without a closure, as LBFGS's cannot."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

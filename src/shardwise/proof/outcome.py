@@ -1,4 +1,4 @@
-"""`Parity`: what a proof found (all errors by name) and its text. Filled by compare_records; of a run: verify_run."""
+"""`Parity`: the outcome of a proof, all errors by name, and its text. Filled by compare_records and verify_run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PARAMETER_BAR = 1e-10
 BUFFER_BAR = 1e-10
 GRADIENT_BAR = 1e-9
 OPTIMIZER_BAR = 1e-9
-NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metrics
-GRADIENT_FLOOR = 1e-4  # of the model's largest gradient
+NUMBER_BAR = 1e-9  # for numbers that a run writes: losses, norms, learning rates, metrics
+GRADIENT_FLOOR = 1e-4  # floor of a gradient's error (compare_records), relative to the model's largest gradient
 FLOAT64_BARS = {
     "loss": LOSS_BAR,
     "norm": NORM_BAR,
@@ -22,17 +22,17 @@ FLOAT64_BARS = {
     "buffer": BUFFER_BAR,
     "optimizer": OPTIMIZER_BAR,
 }
-KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
-MOST_TOLD = 8  # differences, and reasons for no proof, that a text lists
+KINDS = ("gradient", "parameter", "buffer", "optimizer")  # of tensors, compared by name
+MOST_TOLD = 8  # differences, and reasons for NOT PROVEN, that a text lists
 
 
 def _times(error: float, bar: float) -> float:
-    """Returns error / bar; for a bar of 0 infinity, or 0 where there is no error."""
+    """Returns error / bar; for a bar of 0, inf if there is an error and 0 if not."""
     return error / bar if bar else math.inf if error else 0.0
 
 
 def _first_of(label: str, what: list[str]) -> list[str]:
-    """Returns a line "label: text" for each of the first few texts, and one that counts the rest."""
+    """Returns a line "label: text" for each of the first `MOST_TOLD` texts, and a line that counts the others."""
     rest = [f"and {len(what) - MOST_TOLD} more (--json)"] if len(what) > MOST_TOLD else []
     return [f"  {label}: {each}" for each in what[:MOST_TOLD] + rest]
 
@@ -43,32 +43,32 @@ class Parity:
 
     plan: str
     world_size: int
-    loss_error: float | None = None
+    loss_error: float | None = None  # None: no loss was compared, so nothing ran
     norm_error: float | None = None  # of the gradient's global norm, before clipping
     gradient_error: dict[str, float] = field(default_factory=dict)
     parameter_error: dict[str, float] = field(default_factory=dict)
     buffer_error: dict[str, float] = field(default_factory=dict)
     optimizer_error: dict[str, float] = field(default_factory=dict)  # "exp_avg of blocks.0.weight"
     bars: dict[str, float] = field(default_factory=dict)
-    own_bars: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name): where `bars` is not its bar
-    noise: dict[tuple[str, str], float] = field(default_factory=dict)  # what one process differs by from itself
-    noisy: set[tuple[str, str]] = field(default_factory=set)  # neither equal nor different: see `narrow` and `rounding`
+    own_bars: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name) -> bar in place of `bars`
+    noise: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name) -> error of one process vs itself
+    noisy: set[tuple[str, str]] = field(default_factory=set)  # (kind, name) that rounding explains: NOT PROVEN
     worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
     exceeded: dict[tuple[str, str], int] = field(default_factory=dict)  # (kind, name): the first step beyond its bar
-    first: Any = None  # a `Located`: where the plan first differs
-    cause: Any = None  # of the difference, where it could be told: its `name` and `text`
+    first: Any = None  # a `Located`: where the plan first differs; None if that is not known
+    cause: Any = None  # of the difference, with `name` and `text`; None if not known
     notes: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
-    unproven: list[str] = field(default_factory=list)  # why agreement would mean nothing
-    proven: str = ""  # the small plan that was run, where the proof was shrunk
-    refused: str | None = None
-    error: str | None = None
+    differences: list[str] = field(default_factory=list)  # sentences, such as on a gradient that one side lacks
+    unproven: list[str] = field(default_factory=list)  # reasons for which agreement would prove nothing
+    proven: str = ""  # the small plan that was run, if the proof was shrunk
+    refused: str | None = None  # why the plan was refused
+    error: str | None = None  # why the proof failed
     float64: bool = True  # False: float32, since a kernel of the task has no float64
-    precision: str = ""  # that of the plan, where the proof was made in it
-    further: list[Parity] = field(default_factory=list)  # in the plan's own precision, compiled, over three ranks
+    precision: str = ""  # the plan's, for a proof in the plan's own precision; "" for others
+    further: list[Parity] = field(default_factory=list)  # proofs in the plan's own precision, compiled, or of 3 ranks
 
     def errors(self, kind: str) -> dict[str, float]:
-        """Returns {name of a tensor: its largest error}, of one of `KINDS`."""
+        """Returns name of a tensor -> its largest error, for one of `KINDS`."""
         errors: dict[str, float] = getattr(self, f"{kind}_error")
         return errors
 
@@ -78,7 +78,7 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """Whether everything compared is within its bar, and nothing else differs."""
+        """Whether everything compared is within its bar or explained by rounding, and nothing else differs."""
         # no loss was compared: nothing ran, so nothing is equal
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
@@ -89,11 +89,11 @@ class Parity:
 
     @property
     def parity(self) -> bool:
-        """Returns whether the plan is proven equal to one process."""
+        """Whether the plan is proven equal to one process, by this proof and all further ones."""
         return self.equal and not self.unproven and all(proof.parity for proof in self.further)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the outcome as values that JSON holds."""
+        """Returns the outcome as values for JSON."""
         named = {f"{kind}_error": self.errors(kind) for kind in KINDS}
         return {
             "parity": self.parity,
@@ -119,7 +119,7 @@ class Parity:
             return f"refused: {self.refused}"
         if self.error:
             return f"error: {self.error}"
-        # of a small proof the plan that was run; the header names what is compared
+        # `proven`: the small plan that was run in place of `plan`
         dtype = self.precision or ("float64" if self.float64 else "float32")
         lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
         lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
@@ -131,7 +131,7 @@ class Parity:
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
         lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
-        # they have lines and a verdict of their own
+        # further proofs have a text of their own; the last line is of all of them
         if self.further:
             lines += [proof.text() for proof in self.further]
             lines.append("both proofs:" if len(self._all) == 2 else "all proofs:")
@@ -140,18 +140,18 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """Returns the last line of the text."""
-        if not all(proof.equal for proof in self._all):  # first: a difference that was seen outweighs what was not
+        """Returns the last line of the text, over this proof and all further ones."""
+        if not all(proof.equal for proof in self._all):  # first, since a difference outweighs missing evidence
             return "NOT EQUAL to one process"
         return "NOT PROVEN" if any(proof.unproven for proof in self._all) else "EQUAL to one process"
 
     @property
     def _all(self) -> list[Parity]:
-        """Returns this proof, those beside it, and those beside them."""
+        """Returns this proof, its further proofs, and theirs."""
         return [self, *(inner for proof in self.further for inner in proof._all)]
 
     def _line(self, kind: str) -> str:
-        """Returns the line of one kind: its largest error beside the bar, and whose it is."""
+        """Returns the line of one kind of tensor: its largest error relative to the bar, and whose it is."""
         errors = self.errors(kind)
         worst = max(errors, key=lambda name: _times(errors[name], self.bar(kind, name)))
         where = self.worst.get((kind, worst), "") if errors[worst] > self.bar(kind, worst) else ""

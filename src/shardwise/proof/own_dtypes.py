@@ -1,8 +1,8 @@
-"""Dtypes of one step of a task in the plan's own precision: of a rank, and of one process. `dtypes` compares them.
+"""Dtypes of one step of a task in the plan's own precision, on a rank and in one process; `dtypes` compares them.
 
-`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more in the
-plan's own precision, by what was tried for the float64 engine, and one process a micro-batch. Of these nothing is
-compared but the dtypes of what is sent, summed, kept and returned.
+`verify TASK` proves values in float64, in which every dtype is the same. So the ranks run one step more in the plan's
+own precision, with the decisions made for the float64 engine, and one process runs a micro-batch. Only the dtypes of
+what is sent, summed, kept and returned are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.task import Task
 
 
 def rank_dtypes(task: Task, plan: Plan, settings: Settings, mesh: Mesh) -> SeenDtypes:
-    """Returns the dtypes of a rank's first step under the plan, on the mesh of the float64 engine. Collective."""
+    """Returns the dtypes of this rank's first step under the plan, on the mesh of the float64 engine. Collective."""
     engine = on_mesh(task, plan, replace(mesh, plan=plan), seed=settings.seed, randomness="global",
                      clip_norm=settings.clip_norm)  # fmt: skip
     with watched(engine) as seen:
@@ -34,7 +34,7 @@ def rank_dtypes(task: Task, plan: Plan, settings: Settings, mesh: Mesh) -> SeenD
 
 
 def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
-    """Returns the dtypes of one process: of its modules in one micro-batch, and of the optimizer's state after it."""
+    """Returns the dtypes of one process: of modules in one micro-batch, and of the optimizer's state after a step."""
     compute, master, _ = said(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32)))
     params = [param for param in module.parameters() if param.requires_grad]
@@ -45,7 +45,7 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     batch, device = global_batch(task, settings, 0), torch.device(settings.device)
     first, last = bounds(count_of(batch), settings.accumulate)[0]
     part = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), samples_of(batch, first, last))
-    # as one process draws: for all samples of the part
+    # random masks as in one process, for all samples of the part
     random, seen = GlobalRandom(BatchDims()), SeenDtypes()
     random.begin(settings.seed, 0, 0, Samples(0, last - first, last - first))
     with random.watching(module), returned(module, seen.given) as seen.returned:
@@ -55,7 +55,7 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     for param, own in zip(params, masters, strict=True):
         own.grad = None if param.grad is None else _in(param.grad, master)
     optimizer = optimizer_of(task.optimizer, masters)
-    # LBFGS and its kind ask for the loss again; one number is enough for the dtypes of their state
+    # LBFGS and its kind call a closure for the loss; a constant is enough for the dtypes of their state
     optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
     seen.states = of_states(optimizer)
     seen.held = {name: named(buffer) for name, buffer in module.named_buffers()}
@@ -63,6 +63,6 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
 
 
 def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a copy in a dtype, of complex numbers with parts of that dtype; integers keep theirs."""
+    """Returns a copy in a dtype (a complex tensor's parts have it); integers keep theirs."""
     of = dtype.to_complex() if tensor.is_complex() else dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(of, copy=True)

@@ -1,17 +1,18 @@
-"""A run's second proof, in its own precision, by a plain loop of its own: plan keys that round are met here.
+"""A run's second proof, in its own precision, by a plain loop of its own, for plan keys that round.
 
     one process   a plain loop of SGD steps, ten by default: weights in the compute dtype, made anew each step from
                   masters; gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale, and one step that
                   overflows
-    three more    the same, with every weight and input moved by one epsilon of the compute dtype in each forward
+    three more    the same, with every weight and input nudged by one epsilon of the compute dtype in each forward
     N ranks       the engine under the plan
 
-    bar of a tensor = 3 * the most that the three differ by, at least one unit in its largest element's last place,
-                      and at most how far it moved: above that, what one epsilon explains is not proven (but of weights
-                      that moved by rounding alone, whose gradient is zero: attention's biases of keys)
+    bar of a tensor = 3 * the largest difference of the three from the first, at least one unit in the last place of
+                      its largest element, and at most how far it moved. An error above that which one epsilon explains
+                      is NOT PROVEN, except for weights that moved by rounding alone, since their gradient is zero (the
+                      biases of attention's keys)
 
-SGD, since its update is the gradient: an error that Adam would divide by its own size, such as a loss scale that was
-not divided out, shows in full. Its learning rate moves the weights by a few thousandths in each step.
+SGD is used because its update is the gradient: a wrong factor, such as a loss scale that was not divided out, shows in
+full, where Adam would cancel it. Its learning rate moves the weights by a few thousandths in each step.
 
 `compile=true` is proven here: a compiled block has kernels of its own, which round in no other dtype than the plan's.
 
@@ -47,32 +48,32 @@ from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.follow_draws import HIDDEN
 from shardwise.task import Task
 
-OVERFLOWS = 2  # the step whose gradients are made infinite, where there is a loss scale: good steps count anew
+OVERFLOWS = 2  # the step whose gradients are made infinite, if there is a loss scale
 NUDGES = 3
-ALLOWANCE = 3  # times what moving by one epsilon does
-FEW_THOUSAND = 2**13  # squares of which a norm adds up in the dtype of gradients
-MOST_BAR = 1.0  # of how far a weight moved
-STILL = 1e-6  # of how far any weight moved: less is rounding, where one epsilon explains it
-MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
+ALLOWANCE = 3  # factor on the effect of one epsilon
+FEW_THOUSAND = 2**13  # squares that a norm adds up at a time in the dtype of masters
+MOST_BAR = 1.0  # relative to how far a weight moved
+STILL = 1e-6  # fraction of the largest move of any weight below which a weight moved by rounding alone
+MOVE, COARSE_MOVE = 0.002, 0.01  # relative size of the first update; the latter for masters in 16 bits, which lose less
 
 
 @dataclass
 class Narrow:
-    """The outcome of steps in a narrow precision: of each step losses and norms, and weights in float64.
+    """The outcome of steps in a narrow precision: each step's loss and norm, and weights in float64.
 
     rate     the learning rate
-    initial  weights before the first step; final ones are in `weights`, as the optimizer has them
-    skipped  steps that overflowed
-    scales   of the loss after each step; 0 where it has none
-    dtypes   of one process's modules in the first step; of a rank in one step more
-    adds_up  the loss is one sum over samples, whatever parts they are computed in
+    initial  master weights before the first step; the final ones are in `weights`
+    skipped  number of steps that overflowed
+    scales   the loss scale after each step; 0 if there is none
+    dtypes   of one process in the first step; of a rank in one step more
+    adds_up  whether the loss is one sum over samples, however they are grouped
     notices  of the engine, on compiled blocks
     """
 
     rate: float
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the gradient, before clipping
-    # those norms, squares added up in the dtype of masters, from the first on and from the last
+    # those norms with squares added up in the dtype of masters, (from the first on, from the last on)
     rounded: list[tuple[float, float]] = field(default_factory=list)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,11 +85,11 @@ class Narrow:
 
 
 def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callable[..., list[Any]]) -> Parity:
-    """Returns a `Parity` of losses and final weights, whose errors and bars are relative to how far each moved.
+    """Returns a `Parity` of losses and final weights, whose errors are relative to how far each weight moved.
 
-    job        whose `build_task` makes the task, here and on every rank
-    settings   seed, clip_norm, accumulate and samples of a batch
-    on_ranks   (function, world size, *args) -> what every rank returns of it
+    job        its `build_task()` makes the task, here and on every rank
+    settings   seed, clip_norm, accumulate, own_steps and samples of a batch
+    on_ranks   (function, world size, *args) -> the list of every rank's result
     """
     parity = Parity(str(plan), plan.world_size, bars={"loss": 0.0, "norm": 0.0, "parameter": 0.0})
     parity.precision = plan.precision
@@ -100,7 +101,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.loss_error = 0.0
         parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {message}")
         return parity
-    # where a loss is one sum over samples, one process may add up parts of them, as ranks do
+    # if a loss is one sum over samples, one nudged run adds it up in parts, as ranks do
     parts = plan.data_ranks if reference.adds_up else 1
     nudges = [
         plain_steps(task, plan, replace(settings, nudge=n), reference.rate, parts if n == NUDGES else 1)
@@ -111,7 +112,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         skipped = f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}"
-        # a loss scale stands at an overflow after it has grown: an epsilon, or a smaller part, decides
+        # just after the loss scale has grown, an epsilon or a smaller part decides whether a step overflows
         chance = any(run.skipped == under_plan.skipped for run in nudges)
         (parity.unproven if chance else parity.differences).append(skipped)
     elif (under := _scales(plan, under_plan)) != (alone := _scales(plan, reference)):
@@ -129,7 +130,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     for name, value in reference.weights.items():
         moved, largest = distances[name], _largest(value)
         response = max(_largest(run.weights[name] - value) for run in nudges)
-        # a weight that no nudge moved may still be rounded to the other side under the plan
+        # a weight that no nudge changed may still round the other way under the plan, by one unit
         ulp = torch.finfo(_master(plan)).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
         unit = moved or max(largest, 1e-300)  # a weight that did not move is measured by its own size
         allowed = max(ALLOWANCE * response, ulp) / unit
@@ -138,7 +139,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.own_bars["parameter", name] = bar = min(allowed, max(MOST_BAR, ulp / unit))
         if bar < error <= allowed:
             parity.noisy.add(("parameter", name))
-            # a weight that only rounding moved (its gradient is zero) proves nothing, and is no reason for doubt
+            # a weight that rounding alone moved (its gradient is zero) proves nothing, but raises no doubt either
             why = f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains"
             (still if moved <= STILL * max(distances.values()) else parity.unproven).append(why)
     if still:
@@ -166,14 +167,14 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
 def _under_plan(
     parity: Parity, job: Any, plan: Plan, settings: Settings, rate: float, on_ranks: Callable[..., list[Any]]
 ) -> list[Narrow]:
-    """Returns every rank's `Narrow` under the plan; without `compile`, and with a note, where the model draws."""
-    plan = plan.with_(optimizer_state="full")  # SGD keeps no state that could rest by a code
+    """Returns every rank's `Narrow` under the plan; not compiled, with a note, if the model draws random numbers."""
+    plan = plan.with_(optimizer_state="full")  # SGD has no state to encode
     try:
         ranks = on_ranks(narrow_rank, plan.world_size, job, plan, settings, rate)
     except RefusedPlan as refusal:
         if HIDDEN not in str(refusal):
             raise
-        # a run with randomness=fast goes on: each rank has masks of its own, which no one process has
+        # a run itself compiles with randomness=fast, whose masks differ by rank and cannot be compared
         parity.notes.append(f"compile=true is left out: {refusal}")
         return on_ranks(narrow_rank, plan.world_size, job, plan.with_(compile=False), settings, rate)
     parity.notes += ["blocks are compiled on ranks, and not in the one process"] if plan.compile else []
@@ -184,13 +185,15 @@ def _under_plan(
 def _compare_numbers(
     parity: Parity, plan: Plan, kind: str, reference: list[float], nudges: list[list[float]], actual: list[float]
 ) -> float:  # fmt: skip
-    """Returns the largest relative error of any step, and sets the kind's bar in `parity`.
+    """Returns the largest relative error of any step, and sets the bar of `kind` ("loss", "norm") in `parity`.
 
-    The bar is the allowance times the most that one epsilon moves the numbers of any step: the rounding of one sum is
-    chance, and may be nothing in the step in which ranks differ. At least two units in the last place, since either
-    side adds up in its own order, where moved weights may leave a sum as it is.
+    The bar is `ALLOWANCE` times the largest change by one epsilon in any step, since the rounding of one sum is random
+    and may be zero in the step in which ranks differ. It is at least two units in the last place, since both sides add
+    up in another order, which nudged weights do not show.
+
+    reference, nudges, actual  the numbers of each step in one process, in each nudged run, and under the plan
     """
-    finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # others overflow: counted apart
+    finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # overflows are counted elsewhere
     of = {step: max(abs(reference[step]), 1e-300) for step in finite}
     responses = [abs(nudged[step] - reference[step]) / of[step] for nudged in nudges for step in finite]
     least = 2 * torch.finfo(torch.promote_types(_compute(plan), torch.float32)).eps
@@ -200,13 +203,13 @@ def _compare_numbers(
 
 
 def _scales(plan: Plan, run: Narrow) -> list[float]:
-    """Returns the loss scale after each step; relative to the first where that depends on pieces of a micro-batch."""
+    """Returns the loss scale after each step; relative to the first if that depends on the split of micro-batches."""
     first = run.scales[0] or 1.0 if plan.deterministic else 1.0
     return [scale / first for scale in run.scales]
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Returns the largest absolute value, 0 of a tensor without elements."""
+    """Returns the largest absolute value; 0 for a tensor without elements."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
@@ -227,9 +230,12 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
-    """Returns one rank's losses, norms and scales in the plan's own precision; of rank 0 also weights. Collective."""
+    """Returns one rank's losses, norms and loss scales in the plan's own precision, rank 0's with weights.
+
+    Collective.
+    """
     task, now = job.build_task(), [-1]
-    # one step must overflow, or the loss scale of fp16 would never be seen to shrink
+    # one step is made to overflow, so that the loss scale of fp16 has to shrink
     loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
     engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
     record = Narrow(rate)
@@ -242,10 +248,10 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
         record.losses.append(float(result.loss))
         record.norms.append(float(result.grad_norm))
         record.skipped += bool(result.skipped)
-    # collective, so every rank asks for the weights, though rank 0 alone keeps them
+    # collective, so every rank gathers the weights, though rank 0 alone keeps them
     weights = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
     record.weights = weights if engine.rank == 0 else {}
-    # dtypes are noted in one step more, so that looking at them cannot change those that are compared
+    # dtypes are recorded in one step more, so that recording cannot change the compared steps
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, settings.own_steps))
     record.notices = [notice for notice in engine.notices if notice.startswith("compile leaves")]
@@ -253,7 +259,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
 
 
 def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[..., Any]:
-    """Returns the loss function, whose backward gives infinite gradients while `now()` is true."""
+    """Returns the loss function, changed so that its backward gives infinite gradients while `now()` is true."""
 
     @wraps(loss)
     def spoilt(output: Any, *args: Any) -> Any:
@@ -267,11 +273,11 @@ def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[...,
 
 
 def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None, parts: int = 1) -> Narrow:
-    """Returns the losses, norms, scales and weights of one process in the plan's precision, by a plain loop.
+    """Returns the `Narrow` of one process in the plan's precision, by a plain loop.
 
-    rate   None: found in the first step
-    parts  into which the samples of a micro-batch are cut, as ranks have them. What 16 bits lose where a kernel adds up
-           many rows (an embedding's gradient) is less in a part of them, however weights are moved
+    rate   learning rate; None: chosen in the first step
+    parts  number of parts into which the samples of each micro-batch are split, as over ranks. What 16 bits lose where
+           a kernel adds up many rows (an embedding's gradient) is less in a part, which nudged weights do not show
     """
     compute, master = _compute(plan), _master(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32), nudge=0))
@@ -293,7 +299,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         for index, low, high, micro in _pieces(samples, settings.accumulate, parts):
             random.begin(settings.seed, step, index, Samples(low - micro[0], high - low, micro[1] - micro[0]))
             with (
-                # dtypes are the same in each step: noted in the first alone
+                # dtypes are the same in each step, so they are recorded in the first alone
                 random.watching(module),
                 nullcontext(SeenDtypes().returned) if step else dtypes.returned(module, record.dtypes.given) as seen,
             ):
@@ -302,7 +308,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 record.dtypes.returned.update(seen)
                 record.adds_up &= not loss.extras
                 weight_here = float(loss.weight)
-                # in the first micro-batch, whose weight stands for each of the others
+                # the weight of the first micro-batch stands for each of the others
                 if compute == torch.float16 and not scale:  # 2^15 over the global weight
                     over = weight_here * settings.accumulate * parts
                     scale = 2.0 ** (15 - round(math.log2(max(over, 1.0))))
@@ -312,7 +318,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 if param.grad is not None:
                     sums[name] += param.grad.to(_reduce(plan))
                     param.grad = None
-        # fp16 only: the scale is seen to shrink where one step overflows
+        # fp16 only: one step overflows, so that the scale has to shrink
         overflows = math.inf if step == OVERFLOWS and scale else 1.0
         gradients = {name: value.double() * overflows / (weight * (scale or 1.0)) for name, value in sums.items()}
         norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
@@ -329,7 +335,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
         if not record.rate:
             size = math.sqrt(sum(float(value.double().square().sum()) for value in masters.values()))
-            # smaller updates would be lost in masters of 16 bits
+            # smaller updates would be rounded away in masters of 16 bits
             move = COARSE_MOVE if master == torch.bfloat16 else MOVE
             record.rate = move * size / max(norm * clip, 1e-300)
         for name, value in masters.items():
@@ -339,7 +345,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
 
 
 def _pieces(samples: int, accumulate: int, parts: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-    """Yields (micro-batch, first sample, behind the last, the micro-batch's own two) of each part that has samples."""
+    """Yields (micro-batch, start, stop, (start, stop) of the micro-batch) of each part that has samples."""
     for index in range(accumulate):
         micro = samples * index // accumulate, samples * (index + 1) // accumulate
         count = micro[1] - micro[0]
@@ -350,9 +356,9 @@ def _pieces(samples: int, accumulate: int, parts: int) -> Iterator[tuple[int, in
 
 
 def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[float, float]:
-    """Returns the norm with squares added up in `dtype`, a few thousand at a time: (from the first, from the last on).
+    """Returns the gradient's norm with squares added up in `dtype`, as (from the first element on, from the last on).
 
-    Where large gradients come first, the squares of small ones are lost beside them.
+    If large gradients come first, the squares of small ones are lost beside them.
     """
     flat = torch.cat([value.reshape(-1) for value in gradients]).to(dtype)
     first, last = (
@@ -365,9 +371,10 @@ def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tup
 def loss_in(
     task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int, read: set[str]
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype.
+    """Returns (the `LiteralLoss`, the tensor that is differentiated) of a part of a batch, in the plan's dtype.
 
-    read   the dtypes of the output are added to it
+    compute  dtype of the products;  step  makes nudges differ by step
+    read     set to which the names of the output's dtypes are added
     """
     wide = torch.promote_types(compute, torch.float32)
 
@@ -388,5 +395,8 @@ def loss_in(
 
 
 def moved_by_epsilon(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
-    """Returns the tensor; with `nudge`, each element one epsilon up or down, drawn anew in each step."""
+    """Returns the tensor; with `settings.nudge`, each element is one epsilon up or down, at random in each step.
+
+    `place` tells the tensors of a step apart.
+    """
     return nudged(tensor, settings, place + 1000 * (step + 1)) if settings.nudge else tensor

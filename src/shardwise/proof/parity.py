@@ -47,17 +47,17 @@ def verify(
     timeout_s: float = 600.0,
     say: Say = silent,
 ) -> Parity:
-    """Returns the `Parity` of a plan on a task; a refused plan has the reason in its `refused`.
+    """Returns the `Parity` of a plan on a task; of a refused plan it has the reason in `refused`.
 
-    device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
-    backend the accelerator's own ("nccl"), for ranks that share a device; by default they meet over gloo
-    shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
-    thorough   a second proof: 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros; a third in the plan's own
-               precision; three and a half times the cost
-
-    pool   a `RankPool` to run in; one is made (and closed) where none is given
-    say    is told what is being done
-    Raises `InputError` for a task that fails in one process too, `RunError` where a rank fails.
+    steps      optimizer steps on both sides;  seed  of weights, masks and sources;  clip_norm  None: not clipped
+    device     of both sides: "cpu", or an accelerator's type ("cuda", "xpu"), which ranks share if there are too few
+    backend    the accelerator's own ("nccl"), for ranks that share a device; None: these use gloo
+    shrink     whether to prove a small plan instead: least degrees, blocks and samples that keep the structure
+    thorough   whether to add a proof with 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros, and one in the
+               plan's own precision; three and a half times the cost
+    pool       a `RankPool` to run in; None: one is made and closed
+    timeout_s  seconds after which a job of ranks fails;  say  called with a line on what is being done
+    Raises `InputError` for a task that fails in one process too, `RunError` if a rank fails.
     """
     # here and below imported late: `import shardwise` does not import torch
     from shardwise.device import check_device, check_own_backend
@@ -79,7 +79,7 @@ def _prove(
     task: Any, chosen: Plan, settings: Any, pool: Any, timeout_s: float, say: Say, *, shrink: bool = False,
     thorough: bool = False,
 ) -> Parity:  # fmt: skip
-    """Returns what `verify` does. settings: but for how many micro-batches a step has, which the plan says."""
+    """Returns the `Parity` of `verify`; arguments as there, but `settings` for the run's, without micro-batches."""
     from shardwise.look.samples import check_data
 
     parity = Parity(str(chosen), chosen.world_size)
@@ -97,7 +97,7 @@ def _prove(
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
     settings = replace(settings, accumulate=chosen.step_microbatches)
-    if chosen.precision == "fp32":  # in other precisions a run casts the batch itself
+    if chosen.precision == "fp32":  # in other precisions a run casts a half-precision batch itself
         _refuse_half(resolved, settings)
     say(f"verify: {settings.steps} steps of {resolved.name} in one process, float64")
     oracle, settings = _one_process(resolved, settings, parity)
@@ -124,13 +124,13 @@ def _prove(
 def _prove_thoroughly(
     parity: Parity, task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float, say: Say
 ) -> None:
-    """Add to `parity` the proofs with three ranks and in the plan's own precision."""
+    """Adds to `parity` the proofs with three ranks and in the plan's own precision."""
     from shardwise.proof import thorough
 
     third = replace(settings, steps=max(settings.steps, thorough.STEPS), limits=(), dtypes=False)
     settings = replace(settings, own_steps=thorough.own_steps(plan))
     thorough.prove_thirds(parity, task, plan, partial(_prove, settings=third, pool=pool, timeout_s=timeout_s, say=say))
-    # float64 widens what a layout casts in between; compiled blocks were proven in the plan's precision before
+    # float64 hides casts of a layout; a plan with compiled blocks was proven in its precision before
     if parity.float64 and not plan.compile and plan.precision != "fp64":
         say(f"verify: steps in {plan.precision}")
         thorough.add_precision(parity, _in_own_precision(task, plan, settings, pool, timeout_s))
@@ -139,7 +139,10 @@ def _prove_thoroughly(
 def _many(
     task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
 ) -> Any:
-    """Returns the `Record` of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan` as the ranks do."""
+    """Returns the `Record` of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan` if the ranks do.
+
+    task  as given, for the ranks;  resolved  the same as a `Task`
+    """
     from shardwise.engine.refused_modules import refuse
     from shardwise.proof.dtypes import first_differences
     from shardwise.proof.rank import run_rank
@@ -151,16 +154,17 @@ def _many(
     samples = len(resolved.data) if resolved.data is not None else samples_in(global_batch(resolved, settings, 0))
     enough_samples(samples, plan)
     say(f"verify: the same steps on {plan.world_size} ranks under {plan}")
-    refuse(build(resolved.model, settings.seed).module, plan)  # ranks get the proof's precision, not the plan's
+    # here, since the ranks get the plan in the proof's precision and so miss rules on the plan's own
+    refuse(build(resolved.model, settings.seed).module, plan)
     single = _single_dtypes(resolved, plan, settings, parity) if settings.dtypes else None
-    # None: one process fails in the plan's precision, and dtypes of ranks have nothing to be held against
+    # None: one process fails in the plan's precision, so the ranks' dtypes cannot be compared with any
     own = None if single is None else plan.with_(compile=False)
     records = _on_ranks(run_rank, (task, plan, settings, own), parity, pool, timeout_s)
     if single is not None:
         parity.differences += first_differences(plan, [record.dtypes for record in records], single)
     from shardwise.proof.narrow_state import compare_variants, run_variants, variants
 
-    # float64 has no codes, halves or masters to round to: the proof above ran without these keys
+    # the proof in float64 ran without keys for codes, split masters and offload, which round or need masters
     if len(variants(plan)) > 1:
         say(f"verify: steps in {plan.precision}, with the state in full and as it rests under the plan")
         compare_variants(parity, plan, _ran(run_variants, (task, plan, settings), pool, timeout_s))
@@ -169,7 +173,7 @@ def _many(
 
 @dataclass(frozen=True)
 class _SameTask:
-    """Stands for a job: `build_task` returns the task that was given, resolved."""
+    """Has a job's `build_task`, which returns the given task, resolved."""
 
     task: Any
 
@@ -178,7 +182,7 @@ class _SameTask:
 
 
 def _in_own_precision(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Parity:
-    """Returns the proof of a plan in its own precision, steps of SGD."""
+    """Returns the proof of a plan in its own precision, by steps of SGD."""
     from shardwise.proof.own_precision import verify_precision
 
     def on_ranks(function: Any, _: int, *asked: Any) -> list[Any]:
@@ -189,7 +193,7 @@ def _in_own_precision(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s
 
 
 def _single_dtypes(task: Task, plan: Plan, settings: Any, parity: Parity) -> Any:
-    """Returns the dtypes of one process in the plan's precision; None, and a note, where it cannot run in it."""
+    """Returns the dtypes of one process in the plan's precision; None, with a note, if it fails in it."""
     from shardwise.proof.own_dtypes import single_dtypes
 
     try:
@@ -200,7 +204,7 @@ def _single_dtypes(task: Task, plan: Plan, settings: Any, parity: Parity) -> Any
 
 
 def _refuse_other_samples(task: Task, settings: Any, ranks: Any) -> None:
-    """Raises `InputError` where the ranks were given other batches than this process makes."""
+    """Raises `InputError` if the ranks were given other batches than this process makes."""
     from shardwise.look.samples import OTHER_SAMPLES, checksum_of
     from shardwise.proof.settings import global_batch
 
@@ -212,25 +216,28 @@ def _refuse_other_samples(task: Task, settings: Any, ranks: Any) -> None:
 
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:
-    """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
+    """Compares both records into `parity`, and sets apart what rounding alone explains."""
     from shardwise.proof.compare_records import compare
     from shardwise.proof.float32_proof import set_noise_apart
     from shardwise.proof.rounding import explain_by_rounding, nudged_runs
 
     compare(parity, single, ranks)
-    set_noise_apart(parity)  # noise is measured in float32 alone
+    set_noise_apart(parity)  # does nothing in float64, where no noise is measured
     if not parity.equal and parity.float64 and parity.exceeded:
         explain_by_rounding(parity, single, nudged_runs(task, settings, inside=True))
 
 
 def _locate(parity: Parity, single: Any, ranks: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:
-    """Run both sides a second time and put the first difference into `parity`; where that fails, a note says so."""
+    """Runs both sides a second time and puts the first difference into `parity`; a note if that fails.
+
+    asked  (task, plan, settings) of the first run
+    """
     from shardwise.proof.locate import first_step, locate
     from shardwise.proof.oracle import Look, run_oracle
     from shardwise.proof.rank import trace_rank
 
     task, plan, settings = asked
-    look = Look(max(first_step(parity), 0), plan.data_ranks)  # -1: initial values differ, which no step shows
+    look = Look(max(first_step(parity), 0), plan.data_ranks)  # -1 (initial values): any step does
     try:
         run_oracle(resolve_task(task), settings, look)
         traces = _on_ranks(trace_rank, (task, plan, settings, look.step), parity, pool, timeout_s)
@@ -247,9 +254,9 @@ def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
 
 
 def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns (the oracle's `Record`, the `Settings` that it ran in: float32 where a kernel has no float64).
+    """Returns (the oracle's `Record`, the `Settings` it ran in: float32 if a kernel has no float64).
 
-    Raises `InputError` where the task fails in plain PyTorch too, `RefusedPlan` where the oracle alone fails.
+    Raises `InputError` if the task fails in plain PyTorch too, `RefusedPlan` if the oracle alone fails.
     """
     try:
         return _oracle(task, settings, parity)
@@ -260,7 +267,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns (`Record` of one process, its `Settings`): in float64, or in float32 where a kernel has no float64."""
+    """Returns (`Record` of one process, its `Settings`), in float64, or in float32 if a kernel has no float64."""
     from shardwise.proof.float32_proof import float32_oracle
     from shardwise.proof.oracle import run_oracle
     from shardwise.trace.deferred import build
@@ -275,12 +282,12 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
     except Exception as failure:
         return float32_oracle(task, settings, failure, parity)
     finally:
-        outside.restore()  # tables that a forward keeps there are in float64 now, and later steps in other dtypes
+        outside.restore()  # tables that a forward cached there are in float64, and later steps have other dtypes
 
 
 @contextmanager
 def _told_beside(single: Any) -> Iterator[None]:
-    """Context: a loss or gradient that is not finite on the ranks is told with what one process has."""
+    """Context that turns a non-finite loss or gradient on the ranks into an error that compares it with one process."""
     from shardwise.step.normalise import NotFinite
 
     try:
@@ -292,7 +299,7 @@ def _told_beside(single: Any) -> Iterator[None]:
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
-    """Raises `InputError` for a half-precision batch on which one process fails: the proof's float64 would hide it."""
+    """Raises `InputError` if one process fails on a half-precision batch, which the proof's float64 would hide."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -313,7 +320,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
 
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
-    """Returns the error to raise where the oracle fails: `InputError` if a plain PyTorch step fails too."""
+    """Returns the error to raise if the oracle fails: `InputError` if a plain PyTorch step fails too."""
     from shardwise.device import pick_device
     from shardwise.look.memory_limits import is_out_of_memory
     from shardwise.look.one_process import cured, failure_alone, reason
@@ -327,19 +334,19 @@ def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
         no_room = is_out_of_memory(alone)
         alone, cure = (alone, NO_ROOM) if no_room else cured(task, precision, batch, alone, device)
         return InputError(f"the task fails in one process too: {reason(alone)}{cure}")
-    for step in range(1, settings.steps):  # on a later batch, which is unlike the first
+    for step in range(1, settings.steps):  # perhaps a later batch has other fields than the first
         try:
             with told_beside_first(fields_of(batch), global_batch(task, settings, step), step):
                 raise error
         except InputError as unlike:
             return unlike
-        except Exception:  # that one is like the first
+        except Exception:  # the error again: this batch is like the first
             continue
     return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {reason(error)}")
 
 
 def _notes(plan: Plan, float64: bool) -> list[str]:
-    """Returns what the proof leaves out of the plan, as notes."""
+    """Returns notes on what the proof leaves out of the plan."""
     notes = []
     if float64 and plan.precision != "fp64":
         notes.append(f"precision={plan.precision} is proven in float64: the layout, not the rounding")
@@ -352,13 +359,13 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
 
 
 def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s: float) -> list[Any]:
-    """Returns what every rank returns of `function(task, plan, ...)`, the plan in the proof's precision."""
+    """Returns every rank's result of `function(task, plan, ...)`, the plan in the proof's precision."""
     task, plan, *rest = asked
     return _ran(function, (task, plan.exact("fp64" if parity.float64 else "fp32"), *rest), pool, timeout_s)
 
 
 def _ran(function: Any, asked: tuple, pool: Any, timeout_s: float) -> list[Any]:
-    """Returns what every rank of a plan returns of `function(task, plan, settings, ...)`."""
+    """Returns every rank's result of `function(task, plan, settings, ...)`; `asked`: its arguments."""
     from shardwise.ranks import RankPool
 
     _, plan, settings, *_ = asked
@@ -369,7 +376,7 @@ def _ran(function: Any, asked: tuple, pool: Any, timeout_s: float) -> list[Any]:
 
 
 def _joined(records: list[Any]) -> Any:
-    """Returns rank 0's `Record`, with the other ranks' deviations and differences from it added."""
+    """Returns rank 0's `Record`, to which the other ranks' deviations and differences are added."""
     first, *others = records
     for rank, other in enumerate(others, 1):
         for name, mine, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms)):

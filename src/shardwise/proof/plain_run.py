@@ -1,11 +1,11 @@
-"""A run as a plain loop in one process: what `train` does, without the engine. Its settings: verify_run.
+"""A run as a plain loop in one process: what `train` does, without the engine. Its settings come from verify_run.
 
     for each step   the next samples of the shuffled epoch (the last batch of one may be short) -> micro-batches
                     learning rate of the step -> gradient of the mean -> clip -> optimizer -> average of the weights
-    at times        held-out loss and metrics of the weights, and of their average, in eval mode
+    when due        held-out loss and metrics of the weights, and of their average, in eval mode
 
-Shared with a run: the task, initial weights (`trace/deferred`), masks (held against torch's, literal_draws), the
-schedule's formula. Everything else is written here again.
+Shared with a run are the task, initial weights (`trace/deferred`), random masks (checked by literal_draws) and the
+schedule's formula. Everything else is implemented again.
 
 What this does not do: resume, or skip steps that are not finite.
 """
@@ -46,9 +46,11 @@ Numbers = dict[str, float]
 class RunSettings:
     """A run's settings, computed from its configuration.
 
-    batch       samples of a global batch, where the task has data to be read
+    steps       optimizer steps
+    batch       samples of a global batch, if the task has data to read
     accumulate  micro-batches of a step
-    factor      step -> factor on the learning rates
+    factor      step, from 0 -> factor on the learning rates
+    clip_norm   largest norm of the gradient; None: not clipped
     eval_every  steps between evaluations; None: at the end alone; 0: never
     eval_count  held-out samples of one evaluation; 0: all
     decay       of the average of the weights; None: there is none
@@ -67,7 +69,7 @@ class RunSettings:
 
 @dataclass
 class RunRecord:
-    """What a run came to: numbers of each step and evaluation (by step), final weights and buffers, their averages."""
+    """The outcome of a run: numbers of each step and evaluation (by step), final weights, buffers and averages."""
 
     steps: list[Numbers] = field(default_factory=list)
     evaluations: dict[int, Numbers] = field(default_factory=dict)
@@ -75,28 +77,28 @@ class RunRecord:
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     averaged: list[str] = field(default_factory=list)  # names of the weights of which an average is kept
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    # the checkpoint of a run at its end; of the plain loop what one should hold
+    # of a run its last checkpoint; of the plain loop what that should hold
     saved: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_averages: dict[str, torch.Tensor] = field(default_factory=dict)
-    read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
-    states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
+    read_again: set[str] = field(default_factory=set)  # frozen weights not in the checkpoint but in the task's files
+    states: dict[str, torch.Tensor] = field(default_factory=dict)  # "name of the parameter/key" -> optimizer state
     counts: dict[str, float | None] = field(default_factory=dict)  # of the checkpoint and the summary: steps, losses
-    kept: list[int] = field(default_factory=list)  # steps after which its checkpoints were written, ascending
-    limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero (zeros)
+    kept: list[int] = field(default_factory=list)  # steps whose checkpoints exist, ascending, from 1
+    limits: tuple[float, ...] = ()  # each step's size up to which gradient elements are zeroed (zeros)
     differences: list[str] = field(
         default_factory=list
-    )  # beside the other side: from what torch does, unreadable files
+    )  # sentences on faults that one side shows alone, such as unreadable files
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
-    """Returns the `RunRecord` of the run in float64 in this process; `RefusedPlan` for an optimizer with a closure."""
+    """Returns the `RunRecord` of the run, in float64 in this process; `RefusedPlan` for an optimizer with a closure."""
     of_task = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
     unlike: list[str] = []
     if literal_weights.is_looked_at(task, module):
         unlike = literal_weights.differences(task, module)
-        # built anew: what a constructor leaves outside of its module (a list that it fills) is then this one's
+        # built again, so that state which a constructor leaves outside its module (a list) is this module's
         module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
@@ -127,19 +129,19 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
             if settings.decay is not None:
                 with _replaced(named, averages):
                     of_average = _evaluated(task, module, settings)
-                of_average.pop("weight")  # a run writes none beside the average's loss
+                of_average.pop("weight")  # a run writes no weight for the average
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
     record.differences = of_task + unlike + random.differences
     record.limits = tuple(limits)
-    record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
+    record.saved = _state_dict(module)  # in the optimizer's training mode, from which a checkpoint resumes
     with evaluating(optimizer):
         record.weights = _state_dict(module)
     record.states = {
         f"{name}/{key}": value.detach().clone()
         for name, param in named
         for key, value in optimizer.state.get(param, {}).items()
-        # tensors like the weight: a number, such as a step count, is no tensor in a checkpoint
+        # a checkpoint stores tensors of the weight's shape as tensors, and numbers such as step counts elsewhere
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape and value.numel()
     }
     steps = len(record.steps)
@@ -158,13 +160,13 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
 
 
 def _state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns {name: copy} of the module's parameters and persistent buffers."""
+    """Returns name -> copy of the module's parameters and persistent buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 @contextmanager
 def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Context: the parameters have the values in `values`, by name, and their own again after it."""
+    """Context in which the parameters have the values in `values`, by name; afterwards their own again."""
     kept = [param.data for _, param in named]
     for name, param in named:
         param.data = values[name]
@@ -174,7 +176,7 @@ def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Ten
 
 
 def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
-    """Yields global batches: the task's own, or the samples of shuffled epochs one after the other."""
+    """Yields global batches: the task's own, or the samples of shuffled epochs one after the other, without end."""
     if task.batch is not None:
         yield from map(task.batch, range(settings.steps))
         return
@@ -182,21 +184,21 @@ def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
     length, epoch = len(task.data), 0
     indices = _order(task.data, settings)
     while True:
-        # an epoch's last batch ends with it, and is short
+        # the last batch ends with the epoch, so it may be short
         for first in range(epoch * length, (epoch + 1) * length, settings.batch):
             chosen = indices(first, min(first + settings.batch, (epoch + 1) * length))
-            # the same draws for both ways of reading: the source's own, and sample by sample
+            # the same seeds for both ways of reading: the source's own, and sample by sample
             with drawing(settings.seed, epoch, first):
                 batch = task.data.read(chosen)
             with drawing(settings.seed, epoch, first) as drawn:
                 apart = one_by_one(task.data, chosen)
-            # what was drawn for several samples at once cannot be told apart: then the source's own batch stands
+            # random numbers drawn for several samples at once cannot be assigned to one: then the source's own batch
             yield batch if apart is None or drawn.together else apart
         epoch += 1
 
 
 def _order(data: Any, settings: RunSettings) -> Callable[[int, int], list[int]]:
-    """Returns (start, stop) -> the samples there: of shuffled epochs, or in the order that the source defines."""
+    """Returns (start, stop) -> samples at these positions, of shuffled epochs or of the source's own order."""
     if getattr(data, "starts", ()):
         return literal(data.source, settings.seed, data.starts, data.batch)
     return lambda start, stop: [sample_at(len(data), settings.seed, place) for place in range(start, stop)]
@@ -206,7 +208,7 @@ def _gradients(
     task: Task, module: nn.Module, named: list[tuple[str, nn.Parameter]], batch: Any, step: int, settings: RunSettings,
     random: GlobalRandom,
 ) -> Numbers:  # fmt: skip
-    """Leaves the gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
+    """Leaves the clipped gradients of the batch's mean loss in the parameters; returns the step's numbers by name."""
     for _, param in named:
         param.grad = None
     samples = count_of(batch)
@@ -253,7 +255,7 @@ def _double(batch: Any) -> Any:
 
 
 def is_due(task: Task, settings: RunSettings, step: int) -> bool:
-    """Returns whether the run evaluates after this step."""
+    """Whether the run evaluates after this step, counted from 0."""
     every, last = settings.eval_every, step + 1 == settings.steps
     return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))
 
@@ -266,7 +268,7 @@ def held_out(length: int, settings: RunSettings) -> list[int]:
 
 @torch.no_grad()
 def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
-    """Returns the mean loss, its weight and the metrics on held-out samples, taken evenly from all."""
+    """Returns the mean loss ("loss"), its weight and the metrics ("metric/...") on the held-out samples."""
     assert task.eval_data is not None
     chosen = held_out(len(task.eval_data), settings)
     sums: dict[str, list[Any]] = {}
@@ -287,7 +289,7 @@ def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
 
 @torch.no_grad()
 def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]]) -> None:
-    """Add a micro-batch's metrics to `sums`, {name: [sum, weight, [what comes after the division]]}."""
+    """Adds a micro-batch's metrics to `sums`: name -> [sum, weight, [function applied after the division]]."""
     for name, (total, weight, *finish) in (task.metrics(output, part) if task.metrics is not None else {}).items():
         total = torch.as_tensor(total, dtype=torch.float64)
         weight = torch.as_tensor(weight, dtype=torch.float64).expand(total.shape)
@@ -296,7 +298,7 @@ def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]])
 
 
 def _metrics(sums: dict[str, list[Any]]) -> Numbers:
-    """Returns {metric: value}, "name/0" and so on of vectors, from name -> (total, weight, [function applied last])."""
+    """Returns metric -> value, with "name/0", "name/1" for vectors; `sums` as in `_add_metrics`."""
     ends: dict[Any, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
     values = {}
     for name, (total, weight, finish) in sums.items():

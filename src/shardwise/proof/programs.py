@@ -1,9 +1,9 @@
-"""What a block does, written down from one forward, so that `shrink` can tell unlike blocks apart.
+"""Record what each block does in one forward, its program, so that `shrink` can tell which blocks are equal.
 
-A program is the list of operations that ran inside a block: what each was called with, where its tensors came from
-(the block's input, a parameter by its name in the block, an operation before), shapes, numbers; the nodes that autograd
-made for it, so that a backward of the block's own shows; and the values of its buffers. Names and classes say nothing:
-two blocks of one class may do different things, and blocks of two classes the same.
+A program lists the operations that ran inside a block: the arguments of each, where its tensors came from (the block's
+input, a parameter by its name in the block, an earlier operation), shapes and numbers. It also has the autograd nodes,
+which show a custom backward, and the values of buffers. Names and classes do not count: two blocks of one class may do
+different things, and blocks of two classes the same.
 
 What this does not do: see what depends on values, or on Python state that changes nothing in this forward.
 """
@@ -30,19 +30,21 @@ Program = tuple[Hashable, ...]
 def programs_of(
     built: Built, paths: Iterable[str], inputs: Callable[[Any], tuple[tuple, dict]], batch: Any
 ) -> dict[str, Program]:
-    """Returns the program of each block, from one forward on shapes alone; that of a block that did not run is empty.
+    """Returns path -> program of each block, from one forward on fake tensors; () for a block that did not run.
+
+    inputs  batch -> (args, kwargs) of the module
 
     The module is left as it was. Raises what the forward raises on tensors without values.
     """
     module = built.module
-    state, drawn = ModuleState(module), random.getstate()  # a forward may draw from Python's (layers that it drops)
+    state, drawn = ModuleState(module), random.getstate()  # a forward may use Python's generator (layer dropout)
     recorder = _Recorder({path: _Block(built, path) for path in paths})
     handles = recorder.watch(module)
     try:
         with torch.random.fork_rng(devices=[]), Fake() as mode, torch.enable_grad():
             fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
             with recorder:
-                # only what runs inside the recorder belongs to a block
+                # entered after the batch was made fake, whose ops are none of a block
                 args, kwargs = inputs(fake)
                 module(*args, **kwargs)
     finally:
@@ -54,7 +56,7 @@ def programs_of(
 
 
 class _Block:
-    """The program of one block, while its operations run."""
+    """Recorder of one block's program; the hooks of `_Recorder` call its methods."""
 
     def __init__(self, built: Built, path: str):
         module = built.module.get_submodule(path)
@@ -62,35 +64,35 @@ class _Block:
         self.parameters = tuple(
             (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()
         )
-        # their values: two blocks with unlike masks do unlike things by the same operations
+        # by value, since two blocks with other masks do different things by the same operations
         self.buffers = tuple((name, digest(built.value(f"{path}.{name}"))) for name, _ in module.named_buffers())
         self.lines: list[Hashable] = []
         self.numbers: dict[int, int] = {}
-        self.alive: list[Any] = []  # or another tensor would get its id
+        self.alive: list[Any] = []  # held so that no id is reused
         self.before: set[Any] = set()  # nodes of autograd from before the block
 
     def program(self) -> Program:
-        """Returns the block's program: parameters, buffers, each call, operation and return; () if never called."""
+        """Returns (parameters, buffers, then a line for each call, operation and return); () if the block never ran."""
         return (self.parameters, self.buffers, *self.lines) if self.lines else ()
 
     def enter(self, arguments: Any) -> None:
-        """Add the line of a call of the block."""
+        """Adds the line of a call of the block."""
         self.before = {leaf.grad_fn for leaf in _tensors(arguments) if leaf.grad_fn is not None}
         self.lines.append(("call", *(self.described(leaf) for leaf in tree_flatten(arguments)[0])))
 
     def leave(self, output: Any) -> None:
-        """Add the lines of a return of the block, and of the autograd nodes that the call has made."""
+        """Adds the lines of a return of the block and of the autograd nodes that the call made."""
         self.lines.append(("return", *(self.described(leaf) for leaf in tree_flatten(output)[0])))
         self.lines.append(("backward", *_nodes([leaf.grad_fn for leaf in _tensors(output)], self.before)))
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Add the line of an operation."""
+        """Adds the line of an operation."""
         arguments = tuple(self.described(leaf) for leaf in tree_flatten((args, kwargs))[0])
         made = tuple(self.described(leaf) for leaf in tree_flatten(output)[0])
         self.lines.append((str(func), arguments, made))
 
     def described(self, leaf: Any) -> Hashable:
-        """Returns a tensor's name or number, shape and dtype; the `repr` of anything else."""
+        """Returns a tensor's name, or (number, shape, dtype) of an unnamed one; the `repr` of anything else."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         if id(leaf) in self.names:
@@ -110,7 +112,7 @@ class _Recorder(TorchDispatchMode):
         self.running: list[_Block] = []
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Register hooks at the blocks' calls; returns their handles."""
+        """Registers hooks at the blocks' calls and returns their handles."""
         handles = []
         for path, block in self.blocks.items():
             child = module.get_submodule(path)
@@ -138,7 +140,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        for block in self.running:  # of nested blocks, each: an inner one's operations are the outer one's too
+        for block in self.running:  # each of nested blocks, since an inner one's operations are the outer one's too
             block.note(func, args, kwargs or {}, output)
         return output
 
@@ -148,7 +150,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _nodes(roots: list[Any], before: set[Any]) -> list[str]:
-    """Returns the names of autograd's nodes from the roots down to those in `before`, each where it is first met."""
+    """Returns names of the autograd nodes from `roots` back to those in `before`, each once, depth first."""
     names: list[str] = []
     seen = set(before)
     stack = [root for root in reversed(roots) if root is not None]

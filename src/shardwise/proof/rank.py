@@ -1,8 +1,8 @@
 """One rank's side of a proof: steps of the engine in float64; each rank compares what it holds with rank 0's record.
 
-Rank 0 records whole tensors. Every rank then answers for what it has itself: parameters as its module computes with
-them, gradients, the buffers that its stages use, the optimizer's state. It tells digests; where one differs from that
-of rank 0's record, the tensor is kept and compared with one process by itself.
+Rank 0 records unsharded tensors. Every rank then computes digests of what it has itself: parameters as its module
+uses them, gradients, the buffers that its stages use, the optimizer's state. A tensor whose digest differs from that of
+rank 0's record is kept as a `Deviation`, and compared with one process by itself.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from shardwise.trace.double import KeepDouble, default_dtype
 from shardwise.trace.module_state import outside_now
 from shardwise.trace.outside_state import Reached
 
-Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
+Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # (kind, name, value) of each tensor that a rank has
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None) -> Record:
-    """Returns the record of training under the plan; ranks but 0 keep only what differs from rank 0's. Collective.
+    """Returns this rank's record of steps under the plan; other ranks than 0 keep only what differs from rank 0's.
 
-    own   the plan in its own precision, in which one step more is taken for its dtypes; None: it is not
+    own   the plan in its own precision, under which one step more is run for its dtypes; None: none is
+
+    Collective.
     """
     record, mesh = _recorded(resolve_task(task), plan, settings)
     record.dtypes = None if own is None else rank_dtypes(resolve_task(task), own, settings, mesh)
@@ -50,7 +52,7 @@ def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None)
 
 
 def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, Mesh]:
-    """Returns (the record of all steps, the mesh); ranks but 0 keep only what differs from rank 0. Collective."""
+    """Returns (this rank's record of all steps, the mesh); other ranks than 0 keep only deviations. Collective."""
     engine, buckets = _engine(resolved, plan, settings)
     outside = outside_now(Reached(engine.module, (resolved.loss,)))
     record = Record(
@@ -70,24 +72,24 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, M
         record.buffers.append(_named(engine.full_buffers()))
         record.states.append(_states(engine, record))
         _compare_ranks(engine, record, step, _answers(engine, record, step))
-    outside.restore()  # tables that a forward keeps there are in float64, and no step in another dtype makes them anew
+    outside.restore()  # tables that a forward cached there are in float64, and a later step has another dtype
     if engine.rank == 0:
         return record, engine.mesh
     return Record(losses=record.losses, norms=record.norms, deviations=record.deviations), engine.mesh
 
 
 def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrace:
-    """Returns the outputs of this rank's modules in one step, and their gradients. Collective."""
+    """Returns the `CallTrace` of this rank's modules in one step, counted from 0. Collective."""
     resolved = resolve_task(task)
     engine, _ = _engine(resolved, plan, settings)
     watch = ModuleWatch(engine.module, plain, plan.pp > 1)
-    # the generator of masks is told where each micro-batch begins, and of which samples: the watch listens there
+    # the generator of masks is called at each micro-batch's begin with its samples, so the watch hooks in there
     random = engine.state.global_random
     assert random is not None
     begin = random.begin
 
     def noted(seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
-        start, _ = cut(samples.total, engine.data_ranks, engine.data_rank)  # what is told may be what is wrong
+        start, _ = cut(samples.total, engine.data_ranks, engine.data_rank)  # not `samples.start`, which may be wrong
         watch.begin(micro_batch, start, samples.count, samples.total)
         begin(seed, step, micro_batch, samples, alone=alone)
 
@@ -102,8 +104,8 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
 
 
 def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
-    """Returns (the engine, how many gradient buckets each of its techniques has)."""
-    # small buckets, so that gradients travel in several, as those of a large model do
+    """Returns (the engine, the number of gradient buckets of each of its techniques)."""
+    # small buckets, so that gradients are reduced in several, as in a large model
     with KeepDouble(), default_dtype(settings.dtype), small_buckets() as buckets:
         engine = parallelize(task, plan, **settings.of_engine)
     raise_eps(engine.optimizer)
@@ -116,14 +118,14 @@ def _named(tensors: Iterator[tuple[str, torch.Tensor | None]]) -> Tensors:
 
 
 def _states(engine: Engine, record: Record) -> Tensors:
-    """Returns the optimizer's whole state by "key of name"; a refusal is noted in the record instead. Collective."""
+    """Returns "key of name" -> unsharded optimizer state; {} and a notice in `record` if refused. Collective."""
     states: Tensors = {}
     try:
         for name, state in engine.full_optimizer_state():
             value = record.initial[name]
-            if value is not None and value.numel():  # under zero nobody updates what has no elements
+            if value is not None and value.numel():  # no rank updates a sharded parameter without elements
                 states |= kept_state(name, state)
-    except RefusedPlan as refusal:  # on every rank alike, before anything is sent
+    except RefusedPlan as refusal:  # raised on every rank, before any collective
         record.notices += [] if not record.states_known else [f"the optimizer's state was not compared: {refusal}"]
         record.states_known = False
     except ShardwiseError as error:
@@ -132,7 +134,7 @@ def _states(engine: Engine, record: Record) -> Tensors:
 
 
 def _answers(engine: Engine, record: Record, step: int) -> Answers:
-    """Yields (kind, name, tensor or None) of this rank's gradients, parameters, buffers and states. Collective."""
+    """Yields (kind, name, tensor or None) of all that this rank has after a step. Collective."""
     yield from (("gradient", name, tensor) for name, tensor in record.gradients[step].items())
     yield from (("parameter", name, tensor) for name, tensor in engine.used_parameters())
     yield from (("buffer", name, tensor) for name, tensor in engine.used_buffers())
@@ -140,10 +142,10 @@ def _answers(engine: Engine, record: Record, step: int) -> Answers:
 
 
 def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) -> None:
-    """Add to the record a `Deviation` for each tensor that differs in a bit from rank 0's. Collective."""
+    """Adds to the record a `Deviation` for each tensor that differs in a bit from rank 0's. Collective."""
     kinds = ("parameter",) if step < 0 else ("gradient", "parameter", "buffer", "optimizer")
     mine: dict[str, dict[str, str | None]] = {kind: {} for kind in kinds}
-    # rank 0's digests stand for all: one message of text, not of tensors
+    # rank 0's digests are sent, not its tensors
     if engine.rank == 0:
         mine = {
             kind: {name: None if t is None else digest(t) for name, t in record.of(kind, step).items()}
@@ -154,9 +156,9 @@ def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) 
     for kind, name, tensor in answers:
         seen.add((kind, name))
         value = None if tensor is None else kept(tensor)
-        # a tensor on one side alone is a difference too
+        # also unequal if one of the two ranks lacks the tensor
         if (None if value is None else digest(value)) != expected[kind].get(name):
             record.deviations.append(Deviation(engine.rank, step, kind, name, value))
-    # of parameters and buffers a rank may lack those of other stages; gradients and states are gathered everywhere
+    # a rank may lack parameters and buffers of other stages, but gradients and states are gathered on every rank
     everywhere = [(kind, name) for kind in ("gradient", "optimizer") if kind in kinds for name in expected[kind]]
     record.deviations += [Deviation(engine.rank, step, *which, None) for which in everywhere if which not in seen]

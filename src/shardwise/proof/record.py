@@ -12,40 +12,40 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Deviation:
-    """One tensor of a rank that differs in a bit from rank 0's; `tensor` is None where the rank has none."""
+    """One tensor of a rank that differs in a bit from rank 0's."""
 
     rank: int
     step: int  # -1: before the first
-    kind: str
+    kind: str  # one of `KINDS` (outcome)
     name: str
     tensor: torch.Tensor | None  # None: the rank has none of this name
 
 
 @dataclass
 class Record:
-    """A run's tensors, whole, in float64 on the CPU; the lists have one entry for each optimizer step."""
+    """One side's tensors, unsharded, in float64 on the CPU; the lists have one entry for each optimizer step."""
 
-    batches: list[float] = field(default_factory=list)  # a checksum of each step's
+    batches: list[float] = field(default_factory=list)  # a checksum of each step's global batch
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping
-    gradients: list[Tensors] = field(default_factory=list)  # by name, whole
+    norms: list[float] = field(default_factory=list)  # of the global gradient, before clipping
+    gradients: list[Tensors] = field(default_factory=list)  # name -> gradient, clipped
     parameters: list[Tensors] = field(default_factory=list)  # after the step
     buffers: list[Tensors] = field(default_factory=list)
     states: list[Tensors] = field(default_factory=list)  # of the optimizer: "exp_avg of blocks.0.weight"
     initial: Tensors = field(default_factory=dict)  # parameters before the first step
-    late: set[str] = field(default_factory=set)  # of these, names that are there after steps of other models alone
-    lr: float = 0.0  # the largest rate of any step
-    limits: list[float] = field(default_factory=list)  # by step, up to which elements of gradients are zero (zeros)
+    late: set[str] = field(default_factory=set)  # names in `initial` that appear only after steps of other models
+    lr: float = 0.0  # the largest learning rate of any group or step
+    limits: list[float] = field(default_factory=list)  # each step's size up to which gradient elements are zeroed
     trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient
     notices: list[str] = field(default_factory=list)
     deviations: list[Deviation] = field(default_factory=list)  # of this rank's tensors from rank 0's
-    differences: list[str] = field(default_factory=list)  # what no number expresses, in words
-    buckets: int = 0  # in which gradients travel, at least; 0: they do not
+    differences: list[str] = field(default_factory=list)  # sentences, for what is no error of a tensor
+    buckets: int = 0  # least number of gradient buckets of a technique; 0: none
     dtypes: Any = None  # `SeenDtypes` of a step of this rank in the plan's own precision; None: there was none
-    states_known: bool = True  # False: nothing tells how the whole state is made of pieces
+    states_known: bool = True  # False: the unsharded optimizer state cannot be put together from its shards
 
     def of(self, kind: str, step: int) -> Tensors:
-        """Returns what was recorded of a kind after a step; -1: initial parameters."""
+        """Returns name -> tensor of one kind ("gradient", "parameter", ...) after a step; -1: initial parameters."""
         if step < 0:
             return self.initial
         lists = {"gradient": self.gradients, "parameter": self.parameters, "buffer": self.buffers}
@@ -53,7 +53,7 @@ class Record:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in float64 or complex128 (integers as they are) on the CPU."""
+    """Returns a dense copy on the CPU in float64 or complex128 (integers as they are)."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -63,11 +63,11 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
-    """Returns every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
+    """Returns "key of name" -> copy of every tensor and number in the optimizer's state of parameter `name`."""
     values: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
-        # state nests as an optimizer likes (LBFGS keeps lists of tensors): each leaf is named by the way to it
+        # state may be nested (LBFGS keeps lists of tensors), so each leaf is named by its path
         if isinstance(value, dict):
             for key, item in value.items():
                 walk(f"{path}.{key}" if path else str(key), item)
@@ -76,7 +76,7 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
                 walk(f"{path}.{place}", item)
         elif isinstance(value, torch.Tensor):
             values[f"{path} of {name}"] = kept(value)
-        # other values (texts, None) are settings, and no numbers that could differ by rounding
+        # other values (texts, None) are settings, not results
         elif isinstance(value, bool | int | float):
             values[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
 

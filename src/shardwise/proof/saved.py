@@ -1,9 +1,9 @@
-"""The last checkpoint of a proof's run, read whole and compared with what the plain loop came to.
+"""Read the last checkpoint of a proof's run as unsharded tensors and compare it with the end of the plain loop.
 
-    ranks        pieces of weights, averages and optimizer state, each labelled with what it is of
-    one process  whole tensors: of every name in the module's state_dict, and of the optimizer's state by parameter
+    ranks        pieces of weights, averages and optimizer state, each labelled with its tensor and place
+    one process  tensors of every name in the module's state_dict, and of the optimizer's state by parameter
 
-So pieces that are labelled wrongly differ, though the plan that wrote them would read them back as they were.
+So pieces with wrong labels are found, though the plan that wrote them would read them back correctly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from shardwise.training.keeping import GOES_ON, SAVED_ALL_THE_SAME
 
 
 def read_saved(folder: Path, record: RunRecord) -> None:
-    """Put the whole tensors of the newest checkpoint under a run's folder into the record; nothing without one.
+    """Puts the tensors and counts of the newest checkpoint under the run folder `folder` into the record.
 
-    A save that failed is a difference: the run itself may go on, with a notice.
+    Without a checkpoint it puts nothing. A save that failed is a difference, though the run itself may have gone on
+    with a notice.
     """
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     failed = [notice for notice in summary["notices"] if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
@@ -35,7 +36,7 @@ def read_saved(folder: Path, record: RunRecord) -> None:
     except InputError as error:
         if any((folder / "checkpoints").glob("step-*")):
             record.differences.append(f"the run's checkpoint cannot be read: {error}")
-        return  # of an optimizer whose state has no place in one: the run has said so
+        return  # an optimizer whose state cannot be saved: the run has a notice about it
     record.kept = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-" + 8 * "[0-9]"))
     with stored:
         assert stored.manifest is not None
@@ -45,9 +46,9 @@ def read_saved(folder: Path, record: RunRecord) -> None:
             if not key.startswith("random/")
         }
         names = state_dict_names(stored)
-        # frozen weights that the checkpoint leaves to the files that the task reads them from
+        # frozen weights that the task reads from files of its own, which the checkpoint does not repeat
         record.read_again = {*stored.manifest.fields["names"]} - {*names}
-        # what is missing is told by `compare_saved`; averages are there only where the run keeps them
+        # `compare_saved` reports what is missing; there are averages only if the run keeps them
         record.saved = {name: whole[key] for name, key in names.items() if key in whole}
         averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
         record.saved_averages = {name: whole[key] for name, key in averages.items() if key in whole}
@@ -62,9 +63,9 @@ def read_saved(folder: Path, record: RunRecord) -> None:
 
 
 def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: float) -> None:
-    """Compare the checkpoint with the plain loop's end, into `parity`.
+    """Compares the checkpoint (`ranks`) with the end of the plain loop (`single`) into `parity`.
 
-    rate   the largest learning rate: errors of weights are relative to their largest entry, or to this where it is more
+    rate   the largest learning rate: errors of weights are relative to their largest element, or to this if it is more
     """
     if not ranks.saved:
         parity.notes.append("the run made no checkpoint, so none was compared")
@@ -76,7 +77,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         ("checkpoint's average of ", {n: single.averages[n] for n in single.averaged}, ranks.saved_averages),
     ):
         for name, value in ours.items():
-            # weights that a checkpoint leaves to the task's files are not in it
+            # not in the checkpoint, since the task reads them from files
             if name in ranks.read_again:
                 continue
             if name not in theirs or theirs[name].shape != value.shape:
@@ -84,12 +85,12 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
                 continue
             error = tensor_error(theirs[name].to(value.dtype), value, max(rate, 1e-300))
             parity.parameter_error[f"{prefix}{name}"] = error
-    # a state near zero is rounding beside the largest of its kind, so errors are taken relative to that
+    # a state near zero is rounding compared with the largest of its kind, so that sets the floor of errors
     largest: dict[str, float] = {}
     for name, value in single.states.items():
         kind = name.rpartition("/")[2]
         largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
-    # the optimizer's state by kind: an exp_avg of 1e-9 is zero beside another of 1e-3
+    # for example an exp_avg of 1e-9 counts as zero if another parameter's is 1e-3
     for name, value in single.states.items():
         parameter, _, kind = name.rpartition("/")
         if name not in ranks.states or ranks.states[name].shape != value.shape:

@@ -1,4 +1,7 @@
-"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/prove; a run's: verify_run."""
+"""Settings of both sides of a proof.
+
+A new one must also be added to parity, oracle, own_precision and cli/prove, or to verify_run if it is a run's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LEAST_EPS = 1e-4  # below it, Adam-family updates turn rounding of near-zero gra
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one proof. `batch_samples` applies to tasks with a `Source`."""
+    """Settings of one proof. `batch_samples` applies to tasks with a `Source`, whose batches have that many samples."""
 
     steps: int = 2
     seed: int = 0
@@ -23,15 +26,15 @@ class Settings:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     batch_samples: int = 8
-    own_steps: int = 10  # in the plan's own precision (own_precision)
-    dtypes: bool = True  # of modules and messages are proven too
-    nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
-    nudge_inside: bool = False  # beside them, what each module without children returns
-    device: str = "cpu"  # or the type of the accelerator, which ranks share where there are fewer
-    own_backend: bool = False  # of the accelerator's, where ranks share it too
-    share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
-    limits: tuple[float, ...] = ()  # of the ranks: by step, up to which elements of gradients are zero (zeros)
-    halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
+    own_steps: int = 10  # steps in the plan's own precision (own_precision)
+    dtypes: bool = True  # whether dtypes of modules and messages are compared too
+    nudge: int = 0  # above 0: the seed by which each element of weights and inputs moves up or down by one epsilon
+    nudge_inside: bool = False  # whether outputs of modules without children are nudged too
+    device: str = "cpu"  # or the type of the accelerator, which ranks share if there are too few
+    own_backend: bool = False  # whether ranks that share an accelerator use its own backend (nccl), not gloo
+    share: tuple[int, int] | None = None  # (rank, ranks): run only the samples of this data rank
+    limits: tuple[float, ...] = ()  # for ranks: each step's size up to which gradient elements are zeroed (zeros)
+    halves: bool = False  # whether each micro-batch is accumulated in two parts, the same sum in another order
 
     @property
     def of_engine(self) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class Settings:
 
 
 def global_batch(task: Task, settings: Settings, step: int) -> Any:
-    """Returns the global batch of a step, the same on both sides."""
+    """Returns the global batch of a step, counted from 0: the task's own, or the next samples of its data in order."""
     if task.batch is not None:
         return task.batch(step)
     assert task.data is not None
@@ -51,7 +54,7 @@ def global_batch(task: Task, settings: Settings, step: int) -> Any:
 
 
 def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Raise each group's eps to `LEAST_EPS`; returns the values that were below it."""
+    """Raises each group's eps to `LEAST_EPS`; returns the values that were below it."""
     raised = []
     for group in optimizer.param_groups:
         eps = group.get("eps")
@@ -62,10 +65,13 @@ def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def nudged(tensor: torch.Tensor, settings: Settings, place: int) -> torch.Tensor:
-    """Returns the tensor; with `nudge`, each element moved by an epsilon up or down. `place` tells tensors apart."""
+    """Returns the tensor; with `nudge`, each element moved by one relative epsilon up or down at random.
+
+    `place` tells tensors apart, so that each moves by signs of its own.
+    """
     if not settings.nudge or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    # of its own, on the CPU: the nudges draw nothing from the task's generators, and are alike on any device
+    # a generator of its own, on the CPU: the task's generators do not advance, and nudges are the same on any device
     generator = torch.Generator().manual_seed(1000003 * settings.nudge + place)
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
     signs = signs.to(tensor.device)

@@ -1,17 +1,17 @@
 """Make a small proof of a large plan: the fewest ranks, blocks and samples that keep its structure.
 
-    dp_replicate, dp_shard above 3   3: what goes wrong where a sum or a message passes a third rank shows
+    dp_replicate, dp_shard above 3   3, so that mistakes of sums or messages that pass a third rank show
     ep above 3                       the least divisor of 3 or more, so that ranks have the same number of experts
     accumulate above 3               3
-    domain above 3 along a dim       the least of 3 and more that cuts the field evenly, or unevenly, as the plan does
-    a field that is tiled            the least extents of 32 cells for each tile, with the same remainders by 32 and the
-                                     tiles: halvings meet odd sizes where they did, and tiles are as uneven
+    domain above 3 along a dim       the least number from 3 on that divides the field evenly, or not, as the plan's
+    a field that is tiled            the least extents of 32 cells or more for each tile, with the same remainders by 32
+                                     and the tiles, so that halvings reach odd sizes, and tiles differ, as in the plan
     pp above 3                       3, with as many stages on each rank, and more micro-batches than stages
-    repeated blocks                  of each program the first two, or as many as pipeline stages need; see `programs`
-    samples                          two for each rank and micro-batch, and one more where the plan's batch is uneven
+    repeated blocks                  the first two of each program (`programs`), or as many as pipeline stages need
+    samples                          two for each rank and micro-batch, and one more if the plan's batch is uneven
 
-Blocks are the same only if what they do is: one that does something else, has other buffers or another backward is
-kept. What was kept and what that leaves out is told from what was really made smaller.
+Blocks count as equal only if their programs are, which include buffers and backwards. The notes on what is covered
+follow from what was really made smaller.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built, build
 
 KEPT_BLOCKS = 2  # of each program
-MOST_RANKS = 3  # along an axis of data; of experts the least divisor that is not fewer
+MOST_RANKS = 3  # along an axis of data; along ep the least divisor of this or more
 MOST_STAGES = 3  # ranks of a pipeline
 MOST_ACCUMULATE = 3
 MOST_TILES = 3  # along one dim
 TILE = 32  # cells of a small field for each tile along a dim, at least: five halvings
 
-Kept = Mapping[str, tuple[int, ...]]  # path of a list of blocks -> indices of those that stay
-Corner = tuple[tuple[tuple[int, int], ...], ...]  # of each leaf of a batch: (dim, cells that stay) of its fields
+Kept = Mapping[str, tuple[int, ...]]  # path of a list of blocks -> indices of the blocks that are kept
+Corner = tuple[tuple[tuple[int, int], ...], ...]  # for each leaf of a batch: (dim, cells kept) of each spatial dim
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small plan and task, and notes on what the small proof shows of the large plan."""
+    """A small plan and task, and notes on what their proof covers of the large plan."""
 
     plan: Plan
-    task: Any  # a zero-argument callable, for the ranks
+    task: Any  # callable without arguments that makes the small `Task`, also on ranks
     notes: tuple[str, ...]
 
 
@@ -61,10 +61,10 @@ class Shrunk:
 class _SmallTask:
     """Callable that makes the small task on each rank from the original reference."""
 
-    reference: Any
+    reference: Any  # the original task, as `verify` got it
     samples: int  # of a batch
-    kept: Kept  # blocks that stay, by the path of their list
-    corner: Corner = ()  # cells of fields that stay
+    kept: Kept
+    corner: Corner = ()
 
     def __call__(self) -> Task:
         task = resolve_task(self.reference)
@@ -81,7 +81,7 @@ class _FirstSamples:
     def __call__(self, step: int) -> Any:
         task, whole = self.task, getattr(self.task.data, "global_shape", ())
         region = next((tuple((0, size) for _, size in extents) for extents in self.corner if extents), ())
-        if region and len(region) == len(whole):  # no rank need hold a whole field to give its corner
+        if region and len(region) == len(whole):  # the source can read the corner without the whole field
             task = task.with_(data=_Corner(task.data, region))
         batch = global_batch(task, Settings(batch_samples=self.samples), step)
         return _corner_of(slice_samples(batch, 0, min(self.samples, samples_in(batch))), self.corner)
@@ -89,7 +89,7 @@ class _FirstSamples:
 
 @dataclass(frozen=True)
 class _Corner:
-    """A source that reads one region, [start, stop) of each dim, of its fields."""
+    """Source that reads one region, (start, stop) of each dim, of another source's fields."""
 
     source: Any
     region: tuple[tuple[int, int], ...]
@@ -102,7 +102,7 @@ class _Corner:
 
 
 def _corner_of(batch: Any, corner: Corner) -> Any:
-    """Returns a batch whose fields have the first cells alone."""
+    """Returns a batch whose fields have only their first cells along each dim, as `corner` says."""
     leaves, spec = tree_flatten(batch)
     for place, extents in enumerate(corner):
         for dim, size in extents:
@@ -123,7 +123,7 @@ class _Shallow:
 
 
 def _cut(module: nn.Module, kept: Kept) -> None:
-    """Take out of the module's lists the blocks that do not stay."""
+    """Removes the blocks that are not kept from the module's lists."""
     for path, indices in kept.items():
         container: Any = module.get_submodule(path)
         for index in reversed(range(len(container))):  # from the end: deleting moves those behind
@@ -133,15 +133,23 @@ def _cut(module: nn.Module, kept: Kept) -> None:
 
 @dataclass
 class _Depth:
-    """Blocks that a small model keeps: indices by the path of their list; notes; what is left out, in words."""
+    """Blocks that a small model keeps.
+
+    kept      path of a list -> indices of its blocks that are kept; a list that is missing keeps all
+    notes     sentences on what was kept
+    left_out  phrases on what the small proof then does not cover
+    """
 
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # what is not covered then, in words
+    left_out: list[str] = field(default_factory=list)
 
 
 def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
-    """Returns a `Shrunk`: the small plan and task, with notes on what they keep and what they leave out."""
+    """Returns a `Shrunk`: the small plan and task, with notes on what they cover and what they leave out.
+
+    reference  the task as `verify` got it;  task  the same as a `Task`
+    """
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
     small = _small_plan(plan, samples_in(batch)).with_(domain=_small_tiles(task, plan, batch))
@@ -159,15 +167,15 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
 
 
 def _small_plan(plan: Plan, samples: int) -> Plan:
-    """Returns the plan with at most three ranks along each axis; two of data where a batch has too few samples."""
+    """Returns the plan with at most three ranks along each axis; at most two of data if a batch has too few samples."""
     three = _of_ranks(plan, MOST_RANKS)
     return three if three.data_ranks <= samples else _of_ranks(plan, MOST_RANKS - 1)
 
 
 def _of_ranks(plan: Plan, most: int) -> Plan:
-    """Returns the plan with at most `most` data ranks on each axis, and the fewest of ep, pp and accumulate."""
+    """Returns the plan with at most `most` ranks on each data axis, and small ep, pp and accumulate."""
     ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
-    least = ep // math.gcd(ep, plan.cut_positions)  # of dp_shard, so that ep divides the ranks that shard
+    least = ep // math.gcd(ep, plan.cut_positions)  # dp_shard is a multiple of it, so that ep divides the shard ranks
     small = plan.with_(
         dp_replicate=min(plan.dp_replicate, most),
         dp_shard=least * min(plan.dp_shard // least, most) if plan.dp_shard >= least else plan.dp_shard,
@@ -179,7 +187,7 @@ def _of_ranks(plan: Plan, most: int) -> Plan:
 
 
 def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """Returns the number of tiles along each dim: both edges, one inside, and as uneven as the plan's."""
+    """Returns the number of tiles along each dim: 3 or more where the plan has that, and as uneven as the plan's."""
     sizes = tiled_sizes(task, plan, batch) if plan.tiles > 1 else ()
     small = list(plan.domain)
     for place, (tiles, size) in enumerate(zip(plan.domain, sizes, strict=False)):
@@ -189,13 +197,13 @@ def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Corner, list[str]]:
-    """Returns ((dim, cells) that stay of each field of a batch, notes); adds to what `depth` leaves out."""
+    """Returns (corner of a batch that is kept, notes); adds to `depth.left_out`. () if fields keep their size."""
     dims = field_dims(task, batch) if small.tiles > 1 else ()
     leaves = tree_flatten(batch)[0]
     # all fields have the same extents of space: one of them tells
     sizes = next((tuple(leaf.shape[d] for d in along) for leaf, along in zip(leaves, dims, strict=False) if along), ())
     few = tuple(map(_small_extent, sizes, (*small.domain, *[1] * len(sizes))))
-    # as small already
+    # the fields are as small already
     if few == sizes:
         return (), []
     corner = tuple(tuple(zip(along, few, strict=True)) if along else () for along in dims)
@@ -208,7 +216,7 @@ def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Co
 
 
 def _small_extent(size: int, tiles: int) -> int:
-    """Returns the least number of cells, `TILE` for each tile or more, that leaves the same remainders as `size`."""
+    """Returns the least extent with the same remainders by `TILE` and `tiles` as `size`, from `TILE * tiles` on."""
     step, least = math.lcm(TILE, tiles), TILE * tiles
     return size - (size - least) // step * step if size > least else size
 
@@ -230,16 +238,16 @@ def _small_pipeline(plan: Plan) -> Plan:
 
 
 def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
-    """Returns the blocks that stay: of each program the first two, and as many as there are stages."""
+    """Returns which blocks are kept: the first two of each program, and as many as there are stages."""
     module = built.module
     lists = _lists(module)
     if not lists:
         return _Depth()
     paths = [f"{path}.{index}" if path else str(index) for path, count in lists.items() for index in range(count)]
-    # blocks of one program are repetitions of each other
+    # blocks of one program are repetitions, so a few of them stand for all
     try:
         programs = programs_of(built, paths, task.inputs, slice_samples(batch, 0, min(2, samples_in(batch))))
-    except Exception as error:  # whatever a forward cannot do without values
+    except Exception as error:  # a forward that needs values raises any kind of error
         first = first_line(error)
         return _Depth(notes=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
     stages = small.pp * small.stages_per_rank
@@ -261,27 +269,30 @@ def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
 
 
 def _lists(module: nn.Module) -> dict[str, int]:
-    """Returns the lists that hold nothing but blocks, by path, with their lengths."""
+    """Returns path -> length of the lists that hold nothing but blocks."""
     blocks = set(find_blocks(module).paths)
     lengths = {}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in blocks):
         container = module.get_submodule(parent)
-        # in a plain list or a dict of modules an entry that is left out could be asked for by its key
+        # in other containers a forward may ask for a removed entry by its key
         if isinstance(container, nn.ModuleList | nn.Sequential):
             children = [f"{parent}.{name}" if parent else name for name, _ in container.named_children()]
-            # a stem or a head among the blocks is no repetition, and must not be left out
+            # a list that has a stem or a head among its blocks is left alone, since those are no repetitions
             if blocks.issuperset(children):
                 lengths[parent] = len(container)
     return lengths
 
 
 def _stay(programs: list[Any], wanted: int) -> tuple[int, ...]:
-    """Returns the indices of the blocks that stay: the first two of each program, then the first up to `wanted`."""
+    """Returns the indices of the blocks that are kept: the first two of each program, then the first others.
+
+    `wanted`: least number of blocks to keep.
+    """
     met: Counter = Counter()
     stay = set()
     for index, program in enumerate(programs):
         met[program] += 1
-        if met[program] <= KEPT_BLOCKS or not program:  # a block that did not run shows no program
+        if met[program] <= KEPT_BLOCKS or not program:  # () of a block that did not run tells nothing, so it is kept
             stay.add(index)
     for index in range(len(programs)):
         if len(stay) >= wanted:
@@ -297,8 +308,8 @@ def _blocks_note(path: str, programs: list[Any], indices: tuple[int, ...]) -> st
 
 
 def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
-    """Returns whether the shallow module runs, on shapes alone."""
-    meta = module.to("meta")  # also what a constructor did not leave to be made later
+    """Whether the shallow module runs, on meta tensors."""
+    meta = module.to("meta")  # small tensors, which a deferred build gave values, too
     moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), batch)
     args, kwargs = task.inputs(moved)
     try:
@@ -313,8 +324,11 @@ def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
 
 
 def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str:
-    """Returns the note on what the small proof covers of the plan, and what not."""
-    # only what is larger there is left out
+    """Returns the note on what the small proof covers of the plan, and what it does not.
+
+    samples  of the small batch;  of  of the plan's batch
+    """
+    # only what is larger in the plan is left out
     has, not_has = [], []
     if small.pp > 1:
         stages = small.pp * small.stages_per_rank

@@ -1,13 +1,13 @@
-"""`SIZES`: every size at which the code takes another path, and the small one at which a proof meets the other side.
+"""`SIZES`: every constant above which the code takes another path, and a small value at which a proof takes that path.
 
     verify TASK     steps 0, 2, ... at the sizes as they are, steps 1, 3, ... at the small ones
     verify CONFIG   the run in float64 and the steps in its own precision at the small ones, the run in its own
                     precision at the sizes as they are
 
-A small model never reaches 2^26 scores or a megabyte of a file, so what happens there would be proven by nobody.
-A size in `AS_THEY_ARE` is not made small: a proof goes to both sides of it.
+A small model never reaches 2^26 scores or a megabyte of a file, so the code for those would never be proven. A size in
+`AS_THEY_ARE` is not made small, since a proof takes both paths at it anyway.
 
-What this does not do: caches that only forget (their sizes change nothing that is computed), and limits that refuse.
+What this does not do: change sizes of caches, which do not affect results, or limits beyond which the code refuses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 class PathSize:
     """A named constant of a module, which its functions read when they run.
 
-    small  its value for proofs; of a function, what stands in its place
-    what   changes at it
+    module, name  of the constant, the module without "shardwise."
+    small         its value in proofs; for a function, the function in its place
+    what          what changes at it
     """
 
     module: str
@@ -34,7 +35,7 @@ class PathSize:
 
 
 def _no_kernel(*args: Any) -> None:
-    """Returns None, as where a device has no fused kernel."""
+    """Returns None, like `kernel_for` on a device without a fused kernel."""
 
 
 SIZES = (
@@ -55,20 +56,20 @@ SIZES = (
     PathSize("step.scaler", "GROW_AFTER", 6, "after as many good steps the loss scale grows"),
 )
 
-AS_THEY_ARE = (  # (module, name, how both sides are met)
+AS_THEY_ARE = (  # (module, name, how a proof takes both paths)
     ("data.blend", "BLOCK", "`visited` reads a blend's first block, around its second one's begin, and in its last"),
     ("layout.flat_buckets", "FIRST_BUCKET_BYTES", "`small_buckets` makes those of a proof a third of the model"),
 )
 
 
 def small_of(name: str) -> Any:
-    """Returns the small value of the size of this name."""
+    """Returns the small value of the constant `name` in `SIZES`."""
     return next(size.small for size in SIZES if size.name == name)
 
 
 @contextmanager
 def small_sizes() -> Iterator[None]:
-    """Context: each of `SIZES` has its small value in its module, for all threads (backward may run in another)."""
+    """Context in which each of `SIZES` has its small value, for all threads, since backward may use another one."""
     modules = [import_module(f"shardwise.{size.module}") for size in SIZES]
     before = [getattr(module, size.name) for module, size in zip(modules, SIZES, strict=True)]
     try:
@@ -82,7 +83,7 @@ def small_sizes() -> Iterator[None]:
 
 @contextmanager
 def sizes_of(step: int) -> Iterator[None]:
-    """Context around one step of a proof: odd steps run at the small sizes."""
+    """Context around a step of a proof, counted from 0: odd steps run at the small sizes."""
     if step % 2 == 0:
         yield
         return

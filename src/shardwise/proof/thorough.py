@@ -1,15 +1,15 @@
-"""`verify --thorough`: a second proof with a third of what the first has two of.
+"""`verify --thorough`: a second proof with three ranks, steps and the like where the first has two.
 
-    ranks    an axis of 2 has 3, the first of `AXES` with which the plan is possible
+    ranks    an axis of 2 gets 3, the first of `AXES` with which the plan is possible
     steps    3
-    samples  an odd number in a batch, so that ranks and micro-batches have unlike shares
-    extents  of sequences and fields one less, odd for even and even for odd: those that one process runs on so
-    values   in the third step on a grid of halves: ties, and exact zeros
+    samples  an odd number in a batch, so that ranks and micro-batches have shares of different sizes
+    extents  of sequences and fields one less (odd for even, even for odd), if one process runs with that
+    values   in the third step rounded to multiples of 1/2, for ties and exact zeros
 
-What goes wrong only where a sum passes a third rank, in the third step, or in a share of another size, shows here.
+This finds mistakes that show only when a sum passes a third rank, in the third step, or in a share of another size.
 
-What this does not do: more than one axis of 3 at a time; other widths of the model; dtypes of messages, which the
-first proof and the one in the plan's own precision look at.
+What this does not do: more than one axis of 3 at a time, other widths of the model, or dtypes of messages, which the
+first proof and the one in the plan's own precision check.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from shardwise.task import Task
 from shardwise.task_names import resolve_task
 
 STEPS = 3
-OWN_STEPS, SCALED_STEPS = 4, 10  # in the plan's own precision; a loss scale grows after some more
-LEAST = 3  # of an extent that is made one less
+OWN_STEPS, SCALED_STEPS = 4, 10  # in the plan's own precision; the latter with a loss scale, which grows after 6 steps
+LEAST = 3  # only an extent above this is made one less
 AXES = ("dp_shard", "dp_replicate", "pp", "cp", "cp_ulysses", "tp")
 Prove = Callable[[Any, Plan], Parity]
 
 
 @dataclass(frozen=True)
 class OddTask:
-    """Makes a task with an odd number of samples in each batch, and values on a grid from the third step on.
+    """Callable that makes a task with an odd number of samples in each batch.
 
-    extents  sizes: a dim of the batch that has one of these, and counts no samples, is made one shorter
+    task     the original, as `verify` got it
+    grid     whether values of the third and later steps are rounded to multiples of 1/2
+    extents  sizes: a dim of the batch, other than the first, that has one of these is made one shorter
     """
 
     task: Any
@@ -52,7 +54,7 @@ class OddTask:
     extents: frozenset[int] = frozenset()
 
     def __call__(self) -> Task:
-        """Returns the odd task."""
+        """Returns the changed task; one that does not make its own batches is returned unchanged."""
         task = resolve_task(self.task)
         return task if task.batch is None else task.with_(batch=_OddBatch(task.batch, self.grid, self.extents))
 
@@ -77,17 +79,17 @@ def _less(tensor: torch.Tensor, extents: frozenset[int]) -> torch.Tensor:
 
 
 def _extents(task: Any) -> frozenset[int]:
-    """Returns the sizes of a batch's dims behind the first that can be one less without one process failing."""
+    """Returns the sizes of a batch's dims, except the first, that can be one less without one process failing."""
     resolved, precision, fine = resolve_task(task), Precision.of(Plan()), set[int]()
-    # the extents of what a source reads are its own: `OddTask` changes batches alone
+    # a task with a source, whose batches `OddTask` does not change
     if resolved.batch is None:
         return frozenset()
     leaves = [leaf for leaf in tree_leaves(resolved.batch(0)) if isinstance(leaf, torch.Tensor)]
-    # small extents are kinds (channels of a picture), not lengths
+    # small extents are rather channels than lengths
     for extent in sorted({n for leaf in leaves for n in leaf.shape[1:] if n > LEAST}):
         less = OddTask(task, False, frozenset({extent}))()
         assert less.batch is not None
-        # a model that cannot be copied cannot be tried alone: its extents stay
+        # a model that cannot be copied cannot be tried in one process, so its extents stay
         with suppress(Untried):
             if failure_alone(less, precision, less.batch(0)) is None:
                 fine.add(extent)
@@ -99,21 +101,21 @@ def _on_grid(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
-    """Add to `parity` the proof of a plan with three ranks of an axis; `prove` proves a task under a plan.
+    """Adds to `parity` the proof of the plan with three ranks of an axis. `prove`: (task, plan) -> `Parity`.
 
-    A plan that is refused gives way to the next, one whose values are not finite on a grid to those off it.
+    If a plan is refused, the next axis is tried; if values on the grid are not finite, the same plan without the grid.
     """
     extents = _extents(task)
     for third in _thirds(plan):
         for less, grid in dict.fromkeys([(extents, True), (extents, False), (frozenset(), True), (frozenset(), False)]):
             try:
                 second = prove(OddTask(task, grid, less), third)
-            except InputError:  # so few samples, such extents or values are not for this task
+            except InputError:  # the task fails with so few samples, such extents or such values
                 continue
             # another axis may be possible with three ranks
             if second.refused:
                 continue
-            # on a grid sums may be infinite or undefined: then the same without it, before the plan is found at fault
+            # on the grid results may be infinite or NaN: then the plan is tried without it before it is blamed
             if not grid or second.parity or (not second.unproven and _finite(second)):
                 parity.further.append(second)
                 parity.notes.append(f"not met: {_not_met(third, grid, less)}")
@@ -122,14 +124,14 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
 
 
 def own_steps(plan: Plan) -> int:
-    """Returns how many steps a proof in the plan's own precision takes: few, since one epsilon shows in each."""
+    """Returns the number of steps of a proof in the plan's own precision: few, since one epsilon shows in each."""
     return SCALED_STEPS if plan.precision == "fp16" else OWN_STEPS
 
 
 def add_precision(parity: Parity, own: Parity) -> None:
-    """Add to `parity` its proof in the plan's own precision; where that one tells nothing, a note.
+    """Adds to `parity` its proof in the plan's own precision, or only a note if that proof shows nothing.
 
-    What one epsilon explains was proven in float64, and leaves no doubt about the plan.
+    That is so if rounding explains its errors, since float64 has proven the same layout.
     """
     if own.equal and own.unproven:
         parity.notes.append(f"not met: errors of {own.precision} as small as rounding: {own.unproven[0]}")
@@ -138,12 +140,12 @@ def add_precision(parity: Parity, own: Parity) -> None:
 
 
 def _finite(parity: Parity) -> bool:
-    """Returns whether every error is a number: beside values that are not, nothing can be compared."""
+    """Whether the loss error is a finite number; with infinite or NaN values nothing can be compared."""
     return parity.loss_error is not None and math.isfinite(parity.loss_error)
 
 
 def _thirds(plan: Plan) -> Iterator[Plan]:
-    """Yields plans with 3 in the place of one 2, and at last the plan itself."""
+    """Yields plans with 3 in the place of one 2, at last the plan itself."""
     changes: list[dict[str, Any]] = [{axis: 3} for axis in AXES if getattr(plan, axis) == 2]
     # a field's tiles: the first dim that has two
     if 2 in plan.domain:
@@ -152,7 +154,7 @@ def _thirds(plan: Plan) -> Iterator[Plan]:
     # experts are dealt over ranks of another axis, which has to grow with ep
     if plan.ep == 2:
         changes += [{axis: 3, "ep": 3} for axis in ("dp_shard", *plan.along) if getattr(plan, axis) == 2]
-    # the first plan that the rules let through is enough; the plan itself, at the end, always does
+    # plans that no rule refuses; at the end the plan itself, which is known to be possible
     for change in changes:
         try:
             check(plan.with_(**change))
@@ -163,8 +165,8 @@ def _thirds(plan: Plan) -> Iterator[Plan]:
 
 
 def _not_met(plan: Plan, grid: bool, extents: frozenset[int]) -> str:
-    """Returns what the second proof did not meet, in words."""
-    # an axis of two has never had a third rank, at which sums and messages pass through somebody else
+    """Returns a phrase on what the second proof did not cover."""
+    # only with a third rank do sums and messages pass through a rank in between
     twos = [
         axis for axis in (*AXES, "ep", "domain") if getattr(plan, axis) == 2 or (axis == "domain" and 2 in plan.domain)
     ]

@@ -1,12 +1,12 @@
-"""`verify CONFIG.toml`: some steps of `train` against plain_run. `_small`: settings of a run that a proof switches off.
+"""`verify CONFIG.toml`: compare some steps of `train` with plain_run. `_small` has the settings that a proof changes.
 
     N ranks       the training loop itself, under the plan, in float64: its loader and workers, schedule, clipping,
                   optimizer, average, evaluations and metrics, over several steps across an epoch's end
     one process   `plain_run`
 
-Compared are the numbers that a run writes for each step and each evaluation, the weights, buffers and averages of its
-end, and its last checkpoint, read whole (`saved`). What a run would take days for is left small: a source is cut to
-what a few steps read, or read at a few places of the order that it defines (`visited`).
+Compared are the numbers that a run writes for each step and each evaluation, its final weights, buffers and averages,
+and its last checkpoint, read as unsharded tensors (`saved`). To keep it short, a source is reduced to the samples that
+a few steps read, or read at a few places of its own order (`visited`).
 
 What this does not prove: the plan's own precision (`own_precision` does), and steps beyond those run.
 """
@@ -50,33 +50,37 @@ from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS, run_rank
 
 OnRanks = Callable[..., list[Any]]
 STEPS = 5
-BATCHES = 2.5  # in an epoch of a proof
+BATCHES = 2.5  # batches in an epoch of a proof, so that the last one is short
 
 
 @dataclass(frozen=True)
 class First:
-    """As many samples of a source as a proof reads in an epoch, evenly spread, drawn as by a task in float32."""
+    """Source with `count` samples of `source`, evenly spread, read with float32 as the default dtype.
+
+    draws   whether reading may use random numbers of torch
+    starts  positions in the order that the source defines, at which batches of `batch` samples begin; () without one
+    """
 
     source: Source
     count: int
-    draws: bool = True  # never read beside the step, whose new tensors are float64
-    starts: tuple[int, ...] = ()  # where batches of `batch` samples begin in the order that the source defines
+    draws: bool = True  # so that no thread reads it beside the step, whose default dtype is float64
+    starts: tuple[int, ...] = ()
     batch: int = 1
 
     @property
     def global_shape(self) -> Any:
-        """Returns the extents of space, of which ranks read their own tiles; None where the source has none."""
+        """Returns the extents of space, of which ranks read their own tiles; None if the source has none."""
         return getattr(self.source, "global_shape", None)
 
     def order(self, seed: int) -> Any:
-        """Returns the order that the source defines, at the places that a proof visits; None where it has none."""
+        """Returns the order that the source defines, at the places that a proof reads; None without `starts`."""
         return visiting(self.source, seed, self.starts, self.batch) if self.starts else None
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns the source's batch of the samples at these indices of the proof's shorter source."""
+        """Returns the batch of the samples at these indices; `region` as of the source."""
         with as_written(), default_dtype(torch.float32):
             return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
 
@@ -85,18 +89,21 @@ class First:
 class Proving:
     """The changes that a proof makes to a run's task, the same on both sides.
 
-    samples   of an epoch; 0: all, in the order that the source defines, of which batches begin at `starts`
+    samples   number of samples of an epoch; 0: all, in the source's own order, in which batches begin at `starts`
+    batch     samples of a batch
+    watching  records a run in its own precision; None: the run is in float64
+    limits    each step's size up to which gradient elements are zeroed, in float64 (zeros)
     """
 
     samples: int
     starts: tuple[int, ...] = ()
     batch: int = 1
-    watching: own_run.Watching | None = None  # of a run in its own precision
-    limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero in float64 (zeros)
+    watching: own_run.Watching | None = None
+    limits: tuple[float, ...] = ()
 
     def task(self, task: Task) -> Task:
-        """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
-        # few samples, so that a few steps reach the end of an epoch
+        """Returns the task with these changes: fewer samples, eps of at least `LEAST_EPS`, batches read in float32."""
+        # so few samples that a few steps reach the end of an epoch
         if task.data is not None:
             count = self.samples or len(task.data)
             task = task.with_(data=First(task.data, count, starts=self.starts, batch=self.batch))
@@ -111,7 +118,7 @@ class Proving:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context around all that a rank runs: computes in float64; in its own precision where `watching` is set."""
+        """Context around all that a rank runs: computes in float64, or with `watching` in the run's own precision."""
         if self.watching is not None:
             yield
             return
@@ -120,7 +127,7 @@ class Proving:
 
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
-        """Context around the steps of a rank's engine: they run at the small sizes, or `watching` records them."""
+        """Context around the steps of a rank's engine: runs them at the small sizes, or lets `watching` record them."""
         if self.watching is None:
             settle(engine, self.limits)
         with small_sizes() if self.watching is None else self.watching.around(engine):
@@ -129,7 +136,10 @@ class Proving:
 
 @dataclass(frozen=True)
 class _AsDrawn:
-    """Callable that gives a task's batches as float32 draws them: other numbers come where tensors are float64."""
+    """Callable that makes a task's batches with float32 as the default dtype.
+
+    In float64 the same generator would give other random numbers.
+    """
 
     batch: Callable[[int], Any]
 
@@ -152,12 +162,13 @@ def verify_run(
     effective: Effective, task: Task | Callable[[], Task] | None = None, *, steps: int | None = None, pool: Any = None,
     timeout_s: float = 600.0,
 ) -> Parity:  # fmt: skip
-    """Returns the `Parity` of what `train` does with a configuration; weights and averages are its parameters.
+    """Returns the `Parity` of what `train` does with a configuration; its parameters are weights and their averages.
 
-    A refused plan has the reason in its `refused`. Raises `InputError` for train.init_from.
+    steps      to run; None: 5, across an epoch's end if the task has data to read
+    pool       a `RankPool` to run in; None: one is made and closed
+    timeout_s  seconds after which a job of ranks fails
 
-    steps   to run; by default 5, across an epoch's end where the task has data to be read
-    pool    a `RankPool` to run in; one is made (and closed) where none is given
+    For a refused plan `refused` has the reason. Raises `InputError` for train.init_from.
     """
     parity = Parity(str(effective.plan), effective.plan.world_size, bars=dict(FLOAT64_BARS))
     try:
@@ -180,14 +191,14 @@ def verify_run(
 
 
 def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
-    """Returns (the job of a few steps in float64, the plain loop's settings for it); its scope goes into `parity`."""
+    """Returns (the job of a few steps in float64, the plain loop's settings for it); adds notes to `parity`."""
     effective, train = job.effective, job.effective.config.train
     task = job.build_task()
     if train.init_from is not None:
         raise InputError("verify CONFIG: train.init_from: give the run without it; a proof begins with drawn weights")
     samples = 0
     starts: tuple[int, ...] = ()
-    # a source with an order of its own is read at some places of that order, from any other the first samples
+    # a source with an order of its own is read at some places of that order, any other at a few samples
     if task.data is not None and visiting(task.data, train.seed, (0,), 1) is not None:
         starts = starts_of(len(task.data), job.batch_samples)
         parity.notes.append(f"scope: of the order that the data defines, batches at {', '.join(map(str, starts))}")
@@ -195,7 +206,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         samples = min(len(task.data), math.ceil(BATCHES * job.batch_samples))
         if steps * job.batch_samples <= samples:
             parity.notes.append(f"scope: {steps} steps do not reach the end of the first epoch")
-    # so often that the few steps of a proof evaluate in between
+    # at least every second step, so that the few steps of a proof include an evaluation before the end
     every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
     changed: dict[str, Any] = {
         "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,
@@ -204,11 +215,11 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
     plan = effective.plan.exact("fp64")
-    total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
+    total = max(job.steps, steps)  # the schedule of the whole run, not one of a few steps
     length = None if task.data is None else len(task.data)
     factor = make_schedule(config.schedule, total)
     parity.differences += literal_settings.differences(job, length, factor, total) + literal_sources.miscounted(task)
-    if task.name == effective.config.task.name:  # a built-in one, which splits its data by itself
+    if task.name == effective.config.task.name:  # a built-in task, which splits its data itself
         section = effective.config.task
         parity.differences += literal_sources.leaked(task) + literal_sources.mistokenized(section, task)
         parity.differences += literal_settings.other_sizes(section, task)
@@ -232,7 +243,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
 
 
 def _kept(steps: int) -> list[int]:
-    """Returns the steps of which a proof's run keeps checkpoints: one that is due before the last, and the last."""
+    """Returns the steps whose checkpoints a proof's run keeps: one that is due before the last, and the last."""
     return sorted({max(1, steps - 1), steps})
 
 
@@ -242,7 +253,7 @@ def _raised(task: Task) -> list[float]:
 
 @contextmanager
 def _ranks(pool: Any, timeout_s: float) -> Iterator[OnRanks]:
-    """Context: a function that runs (function, world size, *args) on ranks of the pool, or on its own ones."""
+    """Context that yields a function which runs (function, world size, *args) on ranks, of the pool or of its own."""
     from shardwise.ranks import RankPool
 
     if pool is not None:
@@ -259,11 +270,11 @@ def _run(job: Job, on_ranks: OnRanks) -> RunRecord:
 
 
 def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None:
-    """Returns the proof in the plan's own precision, None where that is float64 and no block is compiled."""
+    """Returns the proof in the plan's own precision; None if that is float64 and no block is compiled."""
     plan = job.effective.plan
     if plan.precision == "fp64" and not plan.compile:
         return None
-    samples = job.batch_samples if job.build_task().batch is None else 0  # a task's own batches have their own size
+    samples = job.batch_samples if job.build_task().batch is None else 0  # else the task decides its batches' size
     own = Settings(
         steps=STEPS, seed=settings.seed, accumulate=settings.accumulate, clip_norm=settings.clip_norm,
         batch_samples=samples or 1,
@@ -275,8 +286,11 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
 
 
 def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, parity: Parity) -> None:
-    """Run the training loop in its own precision; differences of files from the run's own weights go into `parity`."""
-    if parity.unproven:  # one process cannot run in it
+    """Runs the training loop in its own precision; differences of its files from its weights go into `parity`.
+
+    `small`: the job of the float64 proof; `plan`: in the run's own precision.
+    """
+    if parity.unproven:  # one process cannot run in the plan's precision
         return
     task = small.build_task()
     train = small.effective.config.train
@@ -306,8 +320,8 @@ def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, p
 
 
 def prove_rank(job: Job) -> own_run.Watching | None:
-    """Run the training loop of one rank; returns the job's `Watching`, filled, or None where it has none."""
-    run_rank(job)  # which builds the task as it is written: what is in memory then is its own precision's too
+    """Runs the training loop of one rank; returns the job's `Watching`, filled, or None if it has none."""
+    run_rank(job)  # builds the task in the dtypes in which it is written
     watching: own_run.Watching | None = job.proof.watching
     return watching
 
@@ -332,7 +346,7 @@ def _read(folder: Path) -> RunRecord:
 
 
 def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
-    """Compare the run (`ranks`) with the plain loop (`single`): numbers, weights, files; into `parity`."""
+    """Compares the run (`ranks`) with the plain loop (`single`) into `parity`: numbers, weights, files."""
     parity.differences += single.differences + ranks.differences
     if len(single.steps) != len(ranks.steps):
         parity.differences.append(f"the run took {len(ranks.steps)} steps, the plain loop {len(single.steps)}")
@@ -340,7 +354,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
         after = [sorted(step + 1 for step in record.evaluations) for record in (ranks, single)]
         parity.differences.append(f"the run evaluated after steps {after[0]}, the plain loop after {after[1]}")
     parity.loss_error, parity.norm_error = 0.0, 0.0
-    # as many steps as both have: the difference in number is told above
+    # as many steps as both have, since another number of steps is reported above
     for step, (mine, theirs) in enumerate(zip(single.steps, ranks.steps, strict=False)):
         parity.loss_error = max(parity.loss_error, number_error(theirs["loss"], mine["loss"]))
         parity.norm_error = max(parity.norm_error, number_error(theirs["grad_norm"], mine["grad_norm"]))
@@ -348,11 +362,11 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
     for step in sorted(single.evaluations.keys() & ranks.evaluations.keys()):
         told = f"the evaluation after step {step + 1}"
         _compare_numbers(parity, told, single.evaluations[step], ranks.evaluations[step])
-    # a weight at zero moves by the learning rate: the scale below which its error is not relative
+    # below the learning rate, by which a weight at zero may move, an error is not relative to the weight
     rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
     both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))
     for prefix, ours, runs in both:
-        # names of both: a weight on one side alone is a difference
+        # names of either, since a weight on one side alone is a difference
         for name in sorted(ours.keys() | runs.keys()):
             if name not in ours or name not in runs:
                 where = "plain loop" if name in ours else "run"

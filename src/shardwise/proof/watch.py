@@ -1,7 +1,7 @@
 """Record every module's outputs and their gradients in one step, by name and samples, for locate.
 
-Both sides of a proof watch alike. A rank's tensors hold the samples that it was dealt, and are compared with those
-rows of one process's. Under tp a part or a sum is gathered, which all ranks of the axis do in the same order.
+Both sides of a proof record alike. A rank's tensors hold its own samples, and are compared with these samples of one
+process's. Under tp shares and sums are gathered, which all ranks of the axis do in the same order.
 
 What this does not do: see inside a module that has no modules.
 """
@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.proof.record import kept
 
-# micro-batch, module path, which of its calls: its number in the call around it, behind the numbers of that one
+# (micro-batch, module path, indices of the calls around it and last its own among the module's calls in that call)
 Call = tuple[int, str, tuple[int, ...]]
-Key = tuple[int, str, tuple[int, ...], int]  # a call, and the place among its outputs or arguments
+Key = tuple[int, str, tuple[int, ...], int]  # a call, and an index among the leaves of its output or arguments
 
 
 @dataclass
 class SampledTensor:
-    """One tensor and the samples of the micro-batch in it: [start, start + count) of `total`."""
+    """A tensor and which samples of the micro-batch it holds: [start, start + count) of `total`."""
 
     tensor: torch.Tensor
     start: int
@@ -36,21 +36,21 @@ class SampledTensor:
 
 @dataclass
 class CallTrace:
-    """Tensors of a step's module calls, by `Key` (the call, and the tensor's place), in the order they came."""
+    """Tensors of a step's module calls, by `Key` (the call and the tensor's index), in the order in which they came."""
 
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
-    arguments: dict[Key, SampledTensor] = field(default_factory=dict)  # by their place
-    inside: dict[Key, list[Call]] = field(default_factory=dict)  # the calls around one, innermost first
-    outer: dict[Key, Key] = field(default_factory=dict)  # output -> that of the call around that returned it
-    # gradients of outputs, and of arguments (True) for their part that goes through this call alone, as they came
+    arguments: dict[Key, SampledTensor] = field(default_factory=dict)
+    inside: dict[Key, list[Call]] = field(default_factory=dict)  # output -> calls around its call, innermost first
+    outer: dict[Key, Key] = field(default_factory=dict)  # output -> the same tensor as output of an enclosing call
+    # gradients of outputs (False), and of arguments (True), of these only what flows through this call
     backward: dict[tuple[Key, bool], SampledTensor] = field(default_factory=dict)
 
 
 class ModuleWatch:
-    """Records the outputs, arguments and gradients of a module's calls between `begin`s.
+    """Records the outputs, arguments and gradients of a module's calls in each micro-batch after `begin`.
 
-    whole   makes a tensor that ranks hold shares of whole
-    stages  the module runs a stage of its forward: calls before it, which are left out without gradients, are counted
+    whole   tensor -> unsharded tensor
+    stages  whether the module runs a pipeline stage, which replays earlier calls without gradients: these are counted
     """
 
     def __init__(self, module: nn.Module, whole: Callable[[Any], Any] = lambda tensor: tensor, stages: bool = False):
@@ -62,14 +62,14 @@ class ModuleWatch:
         self._open: list[Call] = []
 
     def begin(self, micro_batch: int, start: int, count: int, total: int) -> None:
-        """Begin a micro-batch's forward; a stand-in has a count of 0 and is left out."""
+        """Begins a micro-batch's forward on [start, start + count) of `total` samples; none is recorded for count 0."""
         self._samples = (micro_batch, start, count, total) if count else None
         self._made.clear()
         self._open.clear()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context: hooks at every module record its calls."""
+        """Context in which hooks at every module record its calls."""
         handles = []
         for path, child in self.module.named_modules():
             handles.append(child.register_forward_pre_hook(self._before_call(path), with_kwargs=True))
@@ -84,8 +84,8 @@ class ModuleWatch:
         """Returns a hook that records the arguments of calls of the module at `path`, and their gradients."""
 
         def before_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            # calls without gradients are not compared; those that replay what lies before a stage are counted,
-            # so that later calls of the module have the numbers that they have in one process
+            # calls without gradients are not compared; a stage's replayed ones are counted all the same, so that
+            # later calls of the module have the same indices as in one process
             if self._samples is None or not (torch.is_grad_enabled() or self.stages):
                 return None
             micro_batch, *samples = self._samples
@@ -98,9 +98,9 @@ class ModuleWatch:
             leaves, spec = tree_flatten((args, kwargs))
             for place, leaf in self._tensors(leaves):
                 self.trace.arguments[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
-                # a view would be no parameter to the module; a parameter's gradient is compared by its name
+                # a parameter must stay one for the module, and its gradient is compared by name anyway
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
-                    leaves[place] = leaf.view_as(leaf)  # whose gradient is that of no other reader
+                    leaves[place] = leaf.view_as(leaf)  # a tensor of its own, so that its gradient is this call's alone
                     leaves[place].register_hook(self._gradient((*call, place), True, *samples))
             return tree_unflatten(leaves, spec)
 
@@ -110,13 +110,13 @@ class ModuleWatch:
         """Returns a hook that records the outputs of calls of the module at `path`, and their gradients."""
 
         def after_call(module: nn.Module, args: tuple, output: Any) -> None:
-            # `before_call` let this call pass: a stand-in's, or one without gradients
+            # `before_call` did not record this call, since it has no samples or no gradients
             if self._samples is None or all(call[1] != path for call in self._open):
                 return
             call = self._open.pop()
-            while call[1] != path:  # one that raised, which its caller caught
+            while call[1] != path:  # calls inside that raised, and whose error was caught
                 call = self._open.pop()
-            # counted alone, so that later calls have their numbers
+            # this call is only counted
             if not torch.is_grad_enabled():
                 return
             _, start, count, total = self._samples
@@ -126,10 +126,10 @@ class ModuleWatch:
                 value = kept(self.whole(leaf.detach()))
                 self.trace.forward[key] = SampledTensor(value, start, count, total)
                 before = self._made.get(id(leaf))
-                # a module that returns its child's tensor: both calls made it, and the inner one is to be blamed
+                # a module that returns its child's tensor; the inner call made it
                 if before is not None and before[0] is leaf:
                     self.trace.outer[before[1]] = key
-                self._made[id(leaf)] = (leaf, key)  # with the tensor itself, or another one would get its id
+                self._made[id(leaf)] = (leaf, key)  # the tensor is held, so that its id is not reused
                 if leaf.requires_grad:
                     leaf.register_hook(self._gradient(key, False, start, count, total))
 
@@ -141,7 +141,7 @@ class ModuleWatch:
         return [(place, leaf) for place, leaf in floats if leaf.is_floating_point()]
 
     def _gradient(self, key: Key, argument: bool, start: int, count: int, total: int) -> Callable:
-        """Returns a hook that notes the gradient of a call's argument or result, whole over positions."""
+        """Returns a hook that records the gradient of a call's argument or output, unsharded."""
 
         def gradient(grad: torch.Tensor) -> None:
             if (key, argument) not in self.trace.backward:  # a second backward through one graph calls the hook again
@@ -152,15 +152,15 @@ class ModuleWatch:
 
 
 def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | None:
-    """Returns the rows of one process's tensor for the samples in a rank's; None where they cannot be told."""
+    """Returns the part of one process's tensor that has the samples of a rank's; None if that cannot be told."""
     a, b = actual.tensor, expected.tensor
-    # a tensor without a dim of samples (a mean over positions, say) is whole on every rank
+    # a tensor without a dim of samples (a mean over positions, for example) is the same on every rank
     if actual.count == actual.total or (a.shape == b.shape and not _has_rows(b, actual.total)):
         return b if a.shape == b.shape else None
     # other dims than that of samples differ: it is another tensor
     if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, actual.total):
         return None
-    # several rows for each sample (tokens): they lie together
+    # dim 0 may have several entries for each sample (tokens), which lie together
     size = b.shape[0] // actual.total
     return b[actual.start * size : (actual.start + actual.count) * size] if a.shape[0] == actual.count * size else None
 

@@ -1,4 +1,4 @@
-"""Randomness inside a module that does not depend on the layout: masks by global index, and how they are drawn."""
+"""Random numbers inside a module that do not depend on the plan, each hashed from its element's global index."""
 
 from shardwise.random.dims import BatchDims, Drawn
 from shardwise.random.draws import DRAWS

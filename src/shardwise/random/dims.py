@@ -1,4 +1,4 @@
-"""Which dim of a random tensor counts samples, learnt by running a few samples and fewer. Asked by modes."""
+"""Find the batch dim of each random tensor by running the module on two numbers of samples. Read by random/modes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-UNCLEAR, PACKED = -2, -3  # places of a batch dim that is none
+UNCLEAR, PACKED = -2, -3  # in place of the index of a batch dim, see `BatchDims`
 
 
 class Drawn(NamedTuple):
-    """A random op that ran: path of its module, name of the op, shape, and whether it draws for packed rows."""
+    """A random op that ran: path of its module, op name, shape, whether its first dim is rows of packed sequences."""
 
     path: str
     op: str
@@ -24,24 +24,25 @@ class Drawn(NamedTuple):
 
 @dataclass
 class BatchDims:
-    """Records which dim of each random tensor counts samples.
+    """Records the batch dim of each random tensor, the dim that counts samples; in place of an index it may be
 
-    -1  none of them
-    -2  UNCLEAR: it follows the samples in another way
+    -1  no dim counts samples
+    -2  UNCLEAR: its shape depends on the samples in another way
     -3  PACKED: its first dim is the rows of the packed sequence that its module was called with
 
-    Learnt at start by running a few samples and fewer, and looking at which dim changed. A dim may hold each sample
-    several times: sample by sample, or, for those in `blocks`, all samples and then all of them again (time before
-    samples, two batches joined).
+    Learnt before training from two runs on unequal numbers of samples, by the dim that changed. A batch dim may hold
+    each sample several times: sample by sample, or, for keys in `blocks`, all samples and then all of them again (time
+    before samples, two batches joined).
 
-    dims_by_op  (shape, batch dim) of each draw that was met, by (module path, op, number of dims)
+    dims_by_op  (module path, op, number of dims) -> [(shape, batch dim)] of each different draw that ran
+    blocks      keys of `dims_by_op`
     """
 
     dims_by_op: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
     blocks: frozenset[tuple[str, str, int]] = frozenset()
 
     def orders(self, samples: int) -> Iterator[frozenset[tuple[str, str, int]]]:
-        """Yields the choices of `blocks` to try, for draws met on so many samples: none, all, each alone."""
+        """Yields values of `blocks` to try: none, all, and each alone of the draws with a batch dim above `samples`."""
         several = [
             key
             for key, entries in self.dims_by_op.items()
@@ -50,7 +51,7 @@ class BatchDims:
         yield from dict.fromkeys([frozenset(), frozenset(several), *(frozenset([key]) for key in several)])
 
     def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
-        """Notes the batch dim of each draw, from the draws of two runs on `whole_count` and `part_count` samples."""
+        """Records the batch dim of each draw; `whole`, `part`: draws of runs on `whole_count`, `part_count` samples."""
         for key in sorted({drawn.key for drawn in (*whole, *part)}):
             first = [drawn for drawn in whole if drawn.key == key]
             second = [drawn for drawn in part if drawn.key == key]
@@ -62,9 +63,9 @@ class BatchDims:
             self.dims_by_op[key] = list(dict.fromkeys(self.dims_by_op.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """Returns the batch dim of this tensor, -1, UNCLEAR or PACKED (`BatchDims`).
+        """Returns the batch dim of a tensor that `op` draws in module `path`, -1, UNCLEAR or PACKED (`BatchDims`).
 
-        Where nothing was learnt: the first dim if the samples divide it, else -1.
+        If nothing was learnt, 0 if `local_samples` divides the first dim, else -1.
         """
         if not self.dims_by_op:
             return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
@@ -80,9 +81,9 @@ class BatchDims:
         return UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
     def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
-        """Returns the dim that counts samples in what an op draws, judged by the draws of any module.
+        """Returns the batch dim of a tensor that `op` draws, from the recorded draws of all modules.
 
-        -1: none does; -2: it is not clear; None: no draw of as many dims was met.
+        -1: none; UNCLEAR: draws disagree; None: no draw with as many dims was recorded. It has size `samples`.
         """
         met = [entry for key, entries in self.dims_by_op.items() if key[1:] == (op, len(shape)) for entry in entries]
         fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
@@ -94,7 +95,7 @@ class BatchDims:
         return None if not met else dims.pop() if len(dims) == 1 else UNCLEAR
 
     def unclear(self) -> list[str]:
-        """Returns the ops, with their modules, whose draws cannot be dealt over samples."""
+        """Returns "OP in module 'PATH'" for each draw whose batch dim is UNCLEAR, so that ranks cannot share it."""
         return [
             f"{op} in module '{path}'"
             for (path, op, _), entries in self.dims_by_op.items()
@@ -103,7 +104,7 @@ class BatchDims:
 
 
 def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
-    """Returns the dim of a draw that counts samples, from runs on `count` and `other_count`; -1, UNCLEAR or PACKED."""
+    """Returns the batch dim of a draw (or -1, UNCLEAR, PACKED), from runs on `count` and `other_count` samples."""
     shape, shape_of_other = drawn.shape, other.shape
     differ = [d for d in range(len(shape)) if shape[d] != shape_of_other[d]]
     if not differ:
@@ -116,7 +117,7 @@ def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
 
 
 def _alike(shape: tuple[int, ...], met: tuple[int, ...], dim: int, local_samples: int) -> bool:
-    """Whether `shape` equals `met` in all dims but the one that counts samples, which the local ones must divide."""
+    """Whether `shape` equals `met` except in batch dim `dim`, and `local_samples` (0: any) divides its size there."""
     varies = 0 if dim == PACKED else dim
     same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != varies)
     return same and (dim < 0 or not local_samples or shape[dim] % local_samples == 0)

@@ -1,4 +1,4 @@
-"""`DRAWS`: random ops by key and index. A new one: a row here; a distribution: variates; what draws: trace/elementwise.
+"""`DRAWS`: random ops computed from hashed bits. To add an op: an entry here; a distribution: random/variates.
 
 `DRAWS` has, for each random op of ATen that can be answered so, a function (`BitSource`, args, kwargs) -> its result.
 """
@@ -15,15 +15,15 @@ from shardwise.random.hashing import hashed
 from shardwise.random.variates import cauchy, exponential, gamma, geometric, normal, poisson, uniform
 
 _aten = torch.ops.aten
-_IMAGINARY, _MORE = 0x1F83D9AB, 0x5BE0CD19  # keys like any other
+_IMAGINARY, _MORE = 0x1F83D9AB, 0x5BE0CD19  # hash keys, of imaginary parts and of more bits than 53
 
 
 @dataclass(frozen=True)
 class BitSource:
-    """The random bits that a draw is made of.
+    """Functions that return the random bits of which a draw is made.
 
-    bits   of (shape, device): 53 hashed bits for each element, as int64
-    below  of (shape, device, rate): whether each element's bits are below that share of 2**53
+    bits   (shape, device) -> int64 tensor of 53 hashed bits for each element
+    below  (shape, device, rate) -> bool tensor, whether each element's bits are below rate * 2**53
     """
 
     bits: Callable[[tuple[int, ...], torch.device], torch.Tensor]
@@ -31,7 +31,7 @@ class BitSource:
 
 
 def _fill(draw):
-    """Returns a `DRAWS` function for `op_(self, ...)`, which overwrites self."""
+    """Returns a `DRAWS` function for `op_(self, ...)`, which overwrites self. `draw`: (bits, args, kwargs) -> value."""
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -51,7 +51,7 @@ def _like(draw):
 
 
 def _new(draw, size_at: int = 0):
-    """Returns a `DRAWS` function for `op(..., size, ...)`, whose size is argument `size_at`."""
+    """Returns a `DRAWS` function for `op(..., size, ...)`; the size is positional argument `size_at`."""
 
     def run(source, args, kwargs):
         size = args[size_at]
@@ -65,7 +65,10 @@ def _new(draw, size_at: int = 0):
 
 
 def _numbers(draw, tensor: torch.Tensor, source: BitSource, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns the numbers of a draw into `tensor`; complex ones have an imaginary part of bits of its own."""
+    """Returns the random numbers for `tensor`, in its shape; of a complex one the imaginary part has its own bits.
+
+    args, kwargs  parameters of the distribution, as the op takes them
+    """
     bits = source.bits(tensor.shape, tensor.device)
     if draw in (_draw_uniform, _draw_unit):
         bits = _held(bits, tensor.dtype)
@@ -81,13 +84,13 @@ def _numbers(draw, tensor: torch.Tensor, source: BitSource, args: tuple, kwargs:
 
 
 def _held(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns bits of uniform numbers that `dtype` does not round up to 1, which torch never draws."""
+    """Returns the bits, clamped so that the uniform number made of them is not rounded up to 1 in `dtype`."""
     digits = _digits(dtype)
     return bits if digits == 53 else bits.clamp_max(2**53 - 2 ** (53 - digits))
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Returns how many binary digits a floating-point number of this dtype has: all integers below 2 ** them are."""
+    """Returns the number of binary digits of a floating-point dtype's significand, 24 for float32."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -96,6 +99,7 @@ def _factory(kwargs: dict) -> dict:
 
 
 def _argument(args, kwargs, place: int, name: str, default: float) -> float:
+    """Returns the argument at index `place` of `args`, else `kwargs[name]`, else `default`."""
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
@@ -138,26 +142,29 @@ def _normal_of_floats(source, args, kwargs):
 
 
 def _normal_by(source, args, kwargs):
-    """Returns normal numbers about `mean` of width `std`, of which at least one is a tensor."""
+    """Returns normal numbers of `mean` and `std`, at least one of them a tensor, in their broadcast shape."""
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     like: torch.Tensor = mean + std  # of their common shape
     return (normal(source.bits(like.shape, like.device)) * std + mean).to(like.dtype)
 
 
 def _random_fill(source, args, kwargs):
-    """Returns self, overwritten with integers from 0 on, below what torch takes as the bound of its dtype."""
+    """Returns self, overwritten with integers from 0 up to the bound of its dtype, as `Tensor.random_()` has it."""
     tensor = args[0]
     if tensor.dtype is torch.bool:
         bound = 2
     elif tensor.is_floating_point():
-        bound = 2 ** _digits(tensor.dtype)  # what it holds exactly
+        bound = 2 ** _digits(tensor.dtype)  # below it the dtype holds all integers
     else:
-        bound = min(torch.iinfo(tensor.dtype).max + 1, 2**53)  # no more than the bits there are
+        bound = min(torch.iinfo(tensor.dtype).max + 1, 2**53)  # there are 53 bits for each element
     return tensor.copy_(source.bits(tensor.shape, tensor.device) % bound)
 
 
 def _of_each(draw):
-    """Returns a `DRAWS` function for `op(self)`: each number is distributed by its element of self."""
+    """Returns a `DRAWS` function for `op(self)`, whose element of self is the parameter of the number's distribution.
+
+    draw  (bits, parameters) -> numbers
+    """
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -169,18 +176,18 @@ def _of_each(draw):
 def _gamma(source, args, kwargs):
     shape = args[0]
     drawn = gamma(source.bits(shape.shape, shape.device), shape).to(shape.dtype)
-    return drawn.clamp_min(torch.finfo(shape.dtype).tiny)  # never 0, as torch: its logarithm is read
+    return drawn.clamp_min(torch.finfo(shape.dtype).tiny)  # never 0, as torch, since callers take the logarithm
 
 
 def _dirichlet(source, args, kwargs):
     like, limits = args[0], torch.finfo(args[0].dtype)
     shares = gamma(source.bits(like.shape, like.device), like).clamp_min(torch.finfo(torch.float64).tiny)
-    # neither 0 nor 1, as torch: of a Beta distribution the logarithms of both are read
+    # neither 0 nor 1, as torch, since a Beta distribution takes the logarithms of both
     return (shares / shares.sum(-1, keepdim=True)).to(like.dtype).clamp(limits.tiny, 1 - limits.eps / 2)
 
 
 def _rrelu(func):
-    """Returns a `DRAWS` function for rrelu: the slope of each negative element is kept in `noise` for backward."""
+    """Returns a `DRAWS` function for the rrelu op `func`, which writes the drawn slopes into `noise` for backward."""
 
     def run(source, args, kwargs):
         tensor, noise = args[:2]
@@ -195,14 +202,17 @@ def _rrelu(func):
 
 
 def _multinomial(source, args, kwargs):
-    """Returns (..., count) indices: with replacement by the cumulative sum, without by a race of exponentials."""
+    """Returns (..., count) indices of `weights`; with replacement by the cumulative sum, without by exponential races.
+
+    args  (weights, count, replacement)
+    """
     weights, count = args[0], args[1]
     if _argument(args, kwargs, 2, "replacement", False) and count > 1:
         cumulative = weights.double().cumsum(-1)
         u = uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
     waits = exponential(source.bits(weights.shape, weights.device))
-    # the shortest time for its weight wins; one of 0 would give inf, and NaN for a weight of 0
+    # the smallest time / weight wins; a time of 0 would give inf, and NaN for a weight of 0
     return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
 
 
@@ -232,7 +242,7 @@ def _draw_below(bits, args, kwargs):
 
 
 def _remainder(bits: torch.Tensor, span: int | torch.Tensor) -> torch.Tensor:
-    """Returns integers from 0 on, below `span`; where 53 bits do not reach so far, of 63."""
+    """Returns integers in [0, span), made of 53 bits, or of 63 if the span is above 2**53."""
     if isinstance(span, torch.Tensor) or span <= 2**53:
         return bits % span
     if span > 2**63:

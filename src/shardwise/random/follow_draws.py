@@ -1,11 +1,11 @@
-"""Decide whether a step's random ops are followed, so that a module that draws nothing pays nothing.
+"""Decide in which steps random ops are intercepted, so that a module without random ops pays nothing.
 
-A mode that sees each operation costs time. Whether the module draws is known from the look at a few samples, and held
-against torch's generators, which any draw moves:
+A mode that sees each operation costs time. Whether the module draws random numbers is known from the look at a few
+samples, and checked against the state of torch's generators, which any draw changes:
 
-    the look saw draws           each step is watched, and draws are one process's
-    it saw none                  no step is, until a generator has moved; the step after that is watched
-    nor does a watched step      another thread draws (a dataset's own randomness): not watched, nor looked at again
+    the look saw random ops       each step is watched, and random numbers are one process's
+    it saw none                   no step is watched until a generator's state has changed; then the next step is
+    the watched step has none     another thread draws (a dataset's own randomness); no step is watched any more
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ HIDDEN = (
 
 @dataclass
 class Watch:
-    """Whether random ops are followed: in this step, and from the next one on.
+    """State of the decision whether random ops are intercepted in a step.
 
-    idle   operations are not watched
-    moved  the step in which a generator moved while nothing was watched
-    sure   that what moves a generator is no module of this model
+    idle   Whether operations are not watched
+    moved  index of the step in which a generator's state changed while nothing was watched; None: none
+    sure   Whether it is known that the model does not change generators, so that these are not checked any more
     """
 
     idle: bool = False
@@ -36,7 +36,7 @@ class Watch:
     sure: bool = False
 
     def at(self, step: int, random: GlobalRandom) -> str | None:
-        """Decides whether this step is watched; returns a note for the user, or None."""
+        """Sets `idle` for step `step` (from 0); returns a note for the user, or None. `random`: the mode."""
         if self.moved is None or step == self.moved:  # no generator moved, or only in this step: the next one tells
             return None
         # a generator moved in a step that nobody watched: the next one is watched, with attention's scores written

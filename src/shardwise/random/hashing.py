@@ -5,9 +5,9 @@
     value = (value ^ value >> 27) * b
     value =  value ^ value >> 31         its upper 53 bits are a double in [0, 1)
 
-Over memory these are fifteen operations on eight bytes for each element, of which a mask keeps one bit. Where the
-device has Triton, one kernel computes all of it, and writes what is asked for alone: eight bytes, or the one of a
-mask. It is used once it has given the plain operations' bits on that device.
+As torch operations these are fifteen passes over eight bytes for each element, of which a mask keeps one bit. If the
+device has Triton, one kernel computes all of it and writes the result alone, eight bytes or the one of a mask. It is
+used once it has returned the same bits as the torch operations on that device.
 
 Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
 """
@@ -28,7 +28,7 @@ _TOP = -(2**63)
 
 
 def signed(value: int) -> int:
-    """Returns the int64 whose bits are those of a number below 2**64."""
+    """Returns the int64 (as a Python int) that has the bits of `value`, a number in [0, 2**64)."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -36,7 +36,7 @@ _G, _A, _B = signed(_GOLDEN), signed(0xBF58476D1CE4E5B9), signed(0x94D049BB13311
 
 
 def mix(value: int) -> int:
-    """Returns the hash of one number, 64 bits."""
+    """Returns the 64-bit hash of one Python int, splitmix64's next output from that state."""
     value = (value + _GOLDEN) & (2**64 - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -44,7 +44,7 @@ def mix(value: int) -> int:
 
 
 def _shift(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the logical right shift of int64, in new memory."""
+    """Returns an int64 tensor shifted right by `bits` with zeros shifted in, in new memory."""
     return (tensor >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -59,22 +59,22 @@ def _finished(value: torch.Tensor) -> torch.Tensor:
 
 
 def words(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns 64 random bits, as int64, for each index (int64)."""
+    """Returns 64 random bits, as int64, for each index (int64), a function of key and index alone."""
     return _finished(index * _G + signed(key))
 
 
 def hashed(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns 53 random bits, as int64, for each index (int64)."""
+    """Returns 53 random bits, an int64 in [0, 2**53), for each index (int64), a function of key and index alone."""
     return _shift(_finished(index * _G + signed(key)), 11)
 
 
 def is_below(key: int, index: torch.Tensor, rate: float) -> torch.Tensor:
-    """Returns, for each index (int64), whether its 53 bits are below that share of 2**53."""
+    """Returns, for each index (int64), whether its 53 bits (`hashed`) are below rate * 2**53."""
     return _less(_finished(index * _G + signed(key)), rate)
 
 
 def _less(value: torch.Tensor, rate: float) -> torch.Tensor:
-    """Returns where random bits, as a share of all numbers, are below `rate`; writes over `value`."""
+    """Returns bool: whether the upper 53 bits of each hash are below rate * 2**53; overwrites `value`."""
     limit = _limit(rate)
     if limit is None:
         return torch.ones_like(value, dtype=torch.bool)
@@ -83,7 +83,10 @@ def _less(value: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def _limit(rate: float) -> int | None:
-    """Returns the bound of hashes, as signed numbers, whose 53 bits are below `rate`; None where all are."""
+    """Returns the number below which a hash with its top bit flipped lies if its 53 bits are below rate * 2**53.
+
+    None if all are.
+    """
     least = max(0, math.ceil(rate * 2.0**53))
     return None if least >= 2**53 else (least << 11) + _TOP
 
@@ -104,7 +107,7 @@ def below_at(key: int, rows: torch.Tensor, columns: torch.Tensor, rate: float) -
 
 
 def _scalar(value: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns an int64 tensor () on `like`'s device: a number would be compiled in, and each key be another kernel."""
+    """Returns `value` as an int64 tensor () on `like`'s device, since a Python int would compile a kernel per key."""
     return torch.full((), signed(value % 2**64), dtype=torch.int64, device=like.device)
 
 
@@ -128,12 +131,12 @@ def _kernels(backend: str = "inductor") -> tuple[Callable[..., Any], Callable[..
     return tuple(torch.compile(each, dynamic=True, fullgraph=True, backend=backend) for each in (_bits, _below))
 
 
-WITHOUT: dict[str, str] = {}  # kind of device -> why draws are hashed by plain operations there
+WITHOUT: dict[str, str] = {}  # device type -> why it hashes by torch operations, for the user
 
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether one kernel hashes on this device; `WITHOUT` says why not."""
+    """Whether one Triton kernel hashes on this device; if not on an accelerator, `WITHOUT` gets the reason."""
     if device.type in ("cpu", "meta"):
         return False
     from torch.utils._triton import has_triton
@@ -142,7 +145,7 @@ def has_kernel(device: torch.device) -> bool:
         WITHOUT[device.type] = "Triton is not there"
         return False
     try:
-        # a mask of other bits would train another model: the kernel is held against the plain operations first
+        # other bits would train another model, so the kernel is compared with the torch operations first
         wrong = not gives_the_bits(device)
     except Exception as error:  # whatever a compiler lacks here: the plain operations need none
         WITHOUT[device.type] = f"a kernel cannot be compiled ({first_line(error)})"
@@ -153,7 +156,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def gives_the_bits(device: torch.device, backend: str = "inductor") -> bool:
-    """Returns whether the kernels give the bits of plain operations on 15 x 300 indices around 2**40."""
+    """Whether the kernels return the bits of the torch operations, tried on 15 x 300 indices above 2**40."""
     # indices beyond 32 bits, and sizes that are no powers of two
     rows, columns = (torch.arange(size, device=device) for size in (15, 300))
     rows = rows * 300 + 2**40

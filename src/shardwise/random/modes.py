@@ -1,15 +1,15 @@
-"""Modes that answer random ops by global index, by `DRAWS` (draws.py). In forecasts: rehearsal/gpu_kernels.
+"""Modes that compute random ops from hashes of global indices, by `DRAWS` (draws.py). Forecasts: rehearsal/gpu_kernels.
 
 In `global` mode a mask is a function of seed, step, micro-batch, module path, call and global index. Element i of the
 whole micro-batch's tensor is hash(key, i), and a rank computes only its own elements:
 
     key     one number for each random op, from (seed, step, micro-batch), the path of the module that is running, and
             how many modules and random ops ran before it there
-    i       linear index in the tensor as one process would have it: the batch dim counts from this rank's first sample.
-            Rows of a packed sequence count by time and sample (packed.py)
+    i       linear index in the unsharded tensor, in which the batch dim begins with this rank's first sample; a row of
+            a packed sequence is indexed by time and sample (packed.py)
 
-The key is carried in the seed of torch's CPU generator. Whoever recomputes a block (torch's checkpoint, ours, a
-library's) restores that generator, and so meets the same masks.
+The key is carried in the seed of torch's CPU generator. Recompute of a block (torch's checkpoint, ours, a library's)
+restores that generator, and so draws the same masks.
 
 In `fast` mode torch's own generators are used, seeded by (seed, step, micro-batch, data rank).
 
@@ -52,7 +52,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of the micro-batch on this rank: [start, start + count) of `total`."""
+    """The samples of the micro-batch that this rank has: [start, start + count) of `total`."""
 
     start: int = 0
     count: int = 1
@@ -63,7 +63,7 @@ EACH_ITS_OWN = (  # a remedy at every door: a proof has no such option, since it
     "train with train.randomness=fast (randomness='fast' in Python), by which each rank draws its own, and prove the "
     "module with that draw off (its rate at 0)"
 )
-_SAME_LEVEL = 8  # times that a module's draws are one level in the look; a rejection loop would never end by it
+_SAME_LEVEL = 8  # draws of an op that `ConstantRandom` makes alike before it varies them, so that rejection loops end
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
@@ -87,8 +87,8 @@ class _Paths:
         self.packed.clear()
 
     def enter(self, path: str, packed: PackedRows | None = None) -> None:
-        """Begin a module's draws, by a key of its path."""
-        # what is drawn behind the module hangs on the key before it, not on how much was drawn inside
+        """Pushes a module that begins to run, and seeds its draws by the current key and its path."""
+        # draws after the module depend on the key before it, not on the number of draws inside
         after = mix(self.key())
         self.stack.append((path, after))
         self.packed.append(packed)
@@ -100,7 +100,7 @@ class _Paths:
         torch.default_generator.manual_seed(after)
 
     def draw(self) -> tuple[int, str]:
-        """Returns (this op's key, the path it belongs to), the same again when recomputed."""
+        """Returns (key of the random op that runs, path of its module), the same again in a recompute."""
         key = self.key()
         # a block that is computed again in backward has the key, and not the stack of modules
         path = self.path_of.setdefault(key, self.stack[-1][0] if self.stack else "")
@@ -108,20 +108,20 @@ class _Paths:
         return key, path
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
-        """Returns (the packed sequence of the innermost module called with one, the shape in its rows), or None."""
+        """Returns (packed sequence of the innermost module called with one, `shape` as (rows, ...)), or None."""
         packed = next((rows_here for rows_here in reversed(self.packed) if rows_here is not None), None)
         rows = packed.as_rows(shape) if packed is not None else None
         return None if packed is None or rows is None else (packed, rows)
 
 
 def _draws_inside(module: nn.RNNBase) -> bool:
-    """Whether cuDNN would draw this layer's masks in a kernel, from a state of its own."""
+    """Whether cuDNN would draw this layer's dropout masks inside its kernel, where no mode can intercept them."""
     return module.training and module.dropout > 0 and module.num_layers > 1
 
 
 @contextmanager
 def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
-    """Context: `paths` follows which submodule runs; cuDNN is off where it would draw inside a kernel."""
+    """Context in which `paths` tracks the running submodule, and cuDNN is off for layers that would draw inside it."""
     handles = []
     cudnn: list[bool | None] = []  # for each recurrent layer that runs: whether it was allowed, if it is not now
     for path, child in module.named_modules():
@@ -148,17 +148,17 @@ def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
 
 
 def draws(func, args, kwargs) -> bool:
-    """Whether an op draws from torch's own generators."""
+    """Whether an op with these arguments draws from torch's default generators."""
     return is_random(func) and kwargs.get("generator") is None and not _inert_dropout(func, args, kwargs)
 
 
 class GlobalRandom(TorchDispatchMode):
-    """Answers random ops by global index. `samples` says which part of the micro-batch runs here.
+    """Mode that computes random ops by global index. `samples`: the part of the micro-batch that this rank has.
 
-    scores      attention has dropout, which a fused kernel would draw inside
-    met         a random op was answered
-    all_here    whether a module runs that is given the samples of all ranks
-    one_kernel  nobody reads what is drawn: zeros, written once as one kernel on a GPU would (hashing.py)
+    scores      Whether attention has dropout, so that it must not run as a fused kernel, which draws inside
+    met         Whether a random op was computed
+    all_here    () -> whether a module runs that gets the samples of all ranks
+    one_kernel  Whether to return zeros, written once as by one kernel on a GPU (hashing.py), in a forecast
     """
 
     def __init__(self, dims: BatchDims, scores: bool = False, all_here: Callable[[], bool] = lambda: False):
@@ -170,7 +170,7 @@ class GlobalRandom(TorchDispatchMode):
 
     @property
     def samples(self) -> Samples:
-        """Returns the samples for which is drawn now."""
+        """Returns the samples that random tensors have now; all of the micro-batch while `all_here()`."""
         total = self._samples.total
         return Samples(0, total, total) if self._all_here() else self._samples
 
@@ -179,7 +179,7 @@ class GlobalRandom(TorchDispatchMode):
         self._samples = samples
 
     def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
-        """Starts a micro-batch; `alone`: the backward of every other one is over."""
+        """Seeds a micro-batch. `alone`: whether no backward of another micro-batch is still to come."""
         self.samples = samples
         self.paths.clear()
         # kept while the backward of another micro-batch is to come: blocks that it computes again ask for their paths
@@ -191,7 +191,7 @@ class GlobalRandom(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context: active around forward and backward of `module`."""
+        """Context in which random ops of `module` are computed by global index, around forward and backward."""
         with _watched(module, self.paths), self:
             yield
 
@@ -200,7 +200,7 @@ class GlobalRandom(TorchDispatchMode):
         return self.answer(func, args, kwargs) if draws(func, args, kwargs) else with_values(func)(*args, **kwargs)
 
     def answer(self, func, args, kwargs):
-        """Returns the result of a random op, drawn by global index; `RefusedPlan` where its samples are not clear."""
+        """Returns the result of a random op by global index; raises `RefusedPlan` if its batch dim is not clear."""
         key, path = self.paths.draw()
         self.met = True
         if func in DRAWS:
@@ -213,7 +213,7 @@ class GlobalRandom(TorchDispatchMode):
         return self._same_everywhere(key, path, func, args, kwargs)
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns this rank's elements: int64 bits, or, with a `rate`, booleans (True: below it)."""
+        """Returns this rank's elements: 53 bits as int64 (`rate` None), else booleans, whether below `rate`."""
         packed = self._rows(path, func, shape)
         dim = self._batch_dim(path, func, shape) if packed is None else 0
         samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
@@ -231,7 +231,7 @@ class GlobalRandom(TorchDispatchMode):
         return drawn.view(shape)
 
     def _rows(self, path: str, func, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
-        """Returns (the packed sequence whose rows this tensor has, its shape in these), or None."""
+        """Returns (the packed sequence whose rows the first dim of a draw is, its shape as (rows, ...)), or None."""
         packed, count = self.paths.rows_of(shape), max(self.samples.count, 1)
         if packed is None or packed[0].sequences % count:
             return None
@@ -239,7 +239,7 @@ class GlobalRandom(TorchDispatchMode):
         return packed if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
-        """Returns the dim of the samples in what an op draws, -1 for none; `RefusedPlan` where it is not clear."""
+        """Returns the batch dim of an op's result, -1 for none; raises `RefusedPlan` if it is not clear."""
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
@@ -248,7 +248,7 @@ class GlobalRandom(TorchDispatchMode):
         return dim
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
-        """Returns the result, alike on all ranks, of an op that `DRAWS` lacks; refuses one that draws by sample."""
+        """Returns the result, the same on all ranks, of an op that `DRAWS` lacks; refuses one with a batch dim."""
         output = func(*args, **kwargs)
         # this first run shows the shapes; its numbers are dropped
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
@@ -283,12 +283,12 @@ def _inert_dropout(func, args, kwargs) -> bool:
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
-    """Whether numbers of this shape are drawn for `like`, a tensor cut over ranks."""
+    """Whether `like` is a tensor cut over ranks of this shape, so that random numbers for it have to be cut alike."""
     return isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape
 
 
 def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
-    """Returns int64 zeros that broadcast to a shape; beside a share, a share of zeros."""
+    """Returns an int64 zero () to broadcast to `shape`; if `like` is cut over ranks, zeros cut alike."""
     if _is_share(like, shape):
         return torch.zeros_like(like, dtype=torch.int64)
     return torch.zeros((), dtype=torch.int64, device=device)
@@ -298,7 +298,10 @@ def _places_of(
     packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
     device: torch.device, blocks: bool = False,
 ) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
-    """Returns (places of the local elements along each dim of the whole micro-batch's tensor, its sizes)."""
+    """Returns (for each dim the indices of local elements in the micro-batch's tensor, the sizes of that tensor).
+
+    packed, dim  as of `_rows` and `_batch_dim`;  blocks  whether the batch dim is in `BatchDims.blocks`
+    """
     if packed is not None:
         rows, sizes = packed
         along = rows.numbers(samples.start, samples.count, samples.total, device)
@@ -328,7 +331,7 @@ def _rows_and_columns(
     return _linear_index(places[:-1], sizes[:-1], zeros).flatten() * sizes[-1], places[-1]
 
 
-_kept_rows_and_columns = lru_cache(256)(_rows_and_columns)  # where the host is behind, to make them takes it longest
+_kept_rows_and_columns = lru_cache(256)(_rows_and_columns)  # with a kernel, making them takes the host longest
 
 
 def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch.Tensor) -> torch.Tensor:
@@ -343,9 +346,9 @@ def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch
 
 
 class ConstantRandom(TorchDispatchMode):
-    """Mode in which random ops draw the same for every sample, and are noted in `calls`.
+    """Mode in which a random op gives all its elements the same bits, and is recorded in `calls`.
 
-    level  the uniform number, in [0, 1), of which draws are made
+    level  the uniform number, in [0, 1), of which all random numbers are made
 
     Under it a module is a function of each sample alone, so that additivity of its loss can be checked with dropout
     on, and two runs of unequal size show which dim of each random tensor is the batch.
@@ -362,7 +365,7 @@ class ConstantRandom(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context: active around a forward of `module`."""
+        """Context in which random ops of `module` are constant; enter it around a forward."""
         torch.default_generator.manual_seed(0)
         with python_restored(), _watched(module, self.paths), self:
             seed_python(0)
@@ -377,7 +380,7 @@ class ConstantRandom(TorchDispatchMode):
         return output
 
     def _run(self, func, args: tuple, kwargs: dict) -> Any:
-        """Returns the operation's result; a random operation is noted, and draws the same for every sample."""
+        """Returns the operation's result; a random one is recorded, and gets the same bits for every element."""
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
 
@@ -394,7 +397,7 @@ class ConstantRandom(TorchDispatchMode):
         return output.zero_() if draws_each(func) else output  # else the look would take it for a mix of samples
 
     def _note(self, func, shape: tuple[int, ...]) -> Drawn:
-        """Returns the note of one draw, which counts how often it came."""
+        """Appends a draw to `calls`, counts it in `times`, and returns it."""
         path = self.paths.stack[-1][0] if self.paths.stack else ""
         packed = self.paths.rows_of(shape)
         drawn = Drawn(path, str(func), shape if packed is None else packed[1], packed is not None)
@@ -403,7 +406,7 @@ class ConstantRandom(TorchDispatchMode):
         return drawn
 
     def _bits(self, drawn: Drawn) -> int:
-        """Returns the 53 bits of every element of a draw: the level's, then others, so that a rejection loop ends."""
+        """Returns the 53 bits of all elements of a draw: those of `level`, after `_SAME_LEVEL` calls others."""
         again = self.times[drawn.key] - _SAME_LEVEL
         return self.bits if again <= 0 else mix(again) >> 11
 
@@ -412,10 +415,10 @@ _SHAPE_ALONE = re.compile(r"aten::(new_|(zeros|ones|full|empty)_like)")  # nothi
 
 
 class _FromReals:
-    """Follows which integer and boolean tensors were computed from real numbers or draws, by their memory.
+    """Tracks, by memory, which integer and boolean tensors were computed from floating-point or random numbers.
 
-    A choice by others (lengths, positions, whether a mask is full) is the same in any precision: what comes of it is
-    no matter of rounding.
+    Control flow by other tensors (lengths, positions, whether a mask is full) is the same in any precision, so that
+    rounding cannot change it.
     """
 
     def __init__(self) -> None:
@@ -428,7 +431,7 @@ class _FromReals:
         return not _is_whole(leaf) or leaf.untyped_storage()._cdata in self.memory
 
     def note(self, func: Any, args: tuple, kwargs: dict, output: Any) -> None:
-        """Note whether an operation's results come of real numbers: it draws, or was given some."""
+        """Records the integer results of a random operation, or one with such inputs or floating-point ones."""
         leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
         memory = {
             leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor) and _is_whole(leaf)

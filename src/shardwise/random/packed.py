@@ -1,9 +1,9 @@
-"""Which sequence and which time each row of a packed sequence has, for draws by index.
+"""Sequence and time of each row of a `PackedSequence`, for random numbers by global index.
 
-torch packs sequences of different lengths by time: first the first words of all, then the second words of those that
-have one, so which row is whose hangs on the lengths of all sequences that lie together. A draw for such rows (dropout
-between the layers of a packed LSTM) is dealt by the sequence and the time that a row belongs to. Where all sequences
-are equally long, torch's recurrent layers take the rows apart into times and sequences, which lie as the rows do.
+torch packs sequences of different lengths by time: first the first tokens of all, then the second tokens of those that
+have one. So which row belongs to which sequence depends on the lengths of all sequences packed together. The random
+numbers of a row (dropout between the layers of a packed LSTM) are indexed by its sequence and time. If all sequences
+are equally long, torch's recurrent layers view the rows as (times, sequences).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class PackedRows(NamedTuple):
-    """The order of a `PackedSequence`: how many sequences have each time, and the sequence at each place."""
+    """The order of rows in a `PackedSequence`."""
 
-    batch_sizes: torch.Tensor
-    order: torch.Tensor | None  # None: as they were given
+    batch_sizes: torch.Tensor  # (times,) how many sequences are that long
+    order: torch.Tensor | None  # (sequences,) the sequence at each place among those of a time; None: as given
 
     @property
     def sequences(self) -> int:
         return int(self.batch_sizes[0])
 
     def as_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns (rows, ...) for the shape of a tensor that has these rows, or (times, sequences, ...); else None."""
+        """Returns `shape` as (rows, ...) if it has these rows, as (rows, ...) or (times, sequences, ...); else None."""
         sizes = self.batch_sizes
         # all equally long: torch's layers then compute on (times, sequences, ...) in the order of the rows
         if sizes[0] == sizes[-1] and shape[:2] == (len(sizes), int(sizes[0])):
@@ -34,9 +34,9 @@ class PackedRows(NamedTuple):
         return shape if shape and shape[0] == int(sizes.sum()) else None
 
     def numbers(self, start: int, count: int, total: int, device: torch.device) -> torch.Tensor:
-        """Returns (rows,) one number for each row's time and sequence, alike on whichever rank the sequence lies.
+        """Returns (rows,) int64 a global index of each row, from its time and sequence, the same on any rank.
 
-        `count` samples of all `total`, from `start` on, have these sequences, each as many.
+        The sequences are those of samples [start, start + count) of the micro-batch's `total`, as many for each.
         """
         sizes, of_each = self.batch_sizes, self.sequences // max(count, 1)
         rows = torch.arange(int(sizes.sum()))
@@ -48,7 +48,7 @@ class PackedRows(NamedTuple):
 
 
 def packed_among(arguments: Iterable[Any]) -> PackedRows | None:
-    """Returns the rows of the first packed sequence among a module's arguments; None where there is none."""
+    """Returns the `PackedRows` of the first packed sequence among a module's arguments; None if there is none."""
     for one in arguments:
         if isinstance(one, PackedSequence):
             return PackedRows(one.batch_sizes, one.sorted_indices)

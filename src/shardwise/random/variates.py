@@ -1,7 +1,7 @@
 """Random numbers of distributions, each a function of the 53 hashed bits of its element.
 
-The same work for every element, without a loop that ends when all are accepted: what one element gets must not hang on
-others, and a rehearsal has no values to decide by.
+Every element takes the same number of steps, without a rejection loop that ends when all are accepted, because the
+number of one element must not depend on others, and a rehearsal has no values to decide by.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from shardwise.random.hashing import hashed
 
 _GOLDEN = 0x9E3779B97F4A7C15  # a key of its own for the second uniform of a normal number
-_TRIES = 12  # of which each accepts 19 of 20: one in 4e15 takes the mean instead
-_HALVINGS = 40  # of the counts among which a Poisson number lies
+_TRIES = 12  # proposals for a gamma number, each accepted in 19 of 20 cases; one in 4e15 takes the mean instead
+_HALVINGS = 40  # bisection steps of the interval in which a Poisson number lies
 
 
 def uniform(bits: torch.Tensor) -> torch.Tensor:
-    """Returns float64 numbers in [0, 1) of int64 bits."""
+    """Returns uniform float64 numbers in [0, 1), bits / 2**53, for int64 bits in [0, 2**53)."""
     return bits.to(torch.float64) * 2.0**-53
 
 
@@ -39,7 +39,7 @@ def cauchy(bits: torch.Tensor) -> torch.Tensor:
 
 
 def geometric(bits: torch.Tensor, p: float) -> torch.Tensor:
-    """Returns how many trials, 1 or more, of success `p` there are up to the first success."""
+    """Returns geometric numbers in float64: trials, at least 1, up to the first success, of probability `p`."""
     return torch.ceil(-exponential(bits) / math.log1p(-p)).clamp_min(1) if p < 1 else torch.ones_like(uniform(bits))
 
 

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a run. `RankPool` for many small runs, `launch` for one real run, `join` under a launcher.
+"""Rank processes: `RankPool` for many small runs, `launch` for one real run, `join` for ranks of a launcher.
 
 Nothing here imports torch into the calling process; only the ranks need it.
 """

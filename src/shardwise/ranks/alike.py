@@ -1,7 +1,7 @@
-"""What hosts must have alike, compared before the first step; and whether ranks lie on hosts as a plan lays them out.
+"""Compares versions, code and clocks of hosts before the first step, and placement of ranks with a plan's layout.
 
     each rank    host, versions, digests of code, clock, and what its caller adds (plan, settings, data)
-    all ranks    the same rows --> the same verdict: `InputError` naming hosts that differ, else notices
+    all ranks    gather all of these and judge alike: `InputError` that names hosts that differ, else notices
 
 Bytes: a few hundred for each rank, once.
 """
@@ -25,12 +25,15 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import AXES, Grid
 
 COMPARED = ("torch", "numpy", "safetensors")
-CLOCK_S = 5.0  # by which clocks of hosts may differ unsaid
-MOST = 8  # differences that are told
+CLOCK_S = 5.0  # seconds by which hosts' clocks may differ without a notice
+MOST = 8  # differences that a message lists
 
 
 def facts_here(more: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns {"host": this host's name, "alike": {fact: text}} with all facts that hosts must have alike."""
+    """Returns {"host": this host's name, "alike": {name of a fact: text that must be equal on all hosts}}.
+
+    more   further facts of the caller; None: none
+    """
     alike = {"python": platform.python_version()}
     for name in COMPARED:
         try:
@@ -45,7 +48,7 @@ def facts_here(more: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 @cache
 def own_code() -> str:
-    """Returns a digest of this package's sources."""
+    """Returns 16 hex digits that identify this package's source files."""
     root = Path(__file__).parents[1]
     together = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):
@@ -58,9 +61,9 @@ def _digest(path: Path) -> str:
 
 
 def _own_modules() -> list[tuple[str, Path]]:
-    """Returns (file below the working folder, path) of each imported module of the user's own."""
+    """Returns (path relative to the working folder, path) of each imported .py module below that folder, sorted."""
     here, installed = Path.cwd(), [Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib", "stdlib")]
-    # an environment below the working folder is no code of the user's
+    # a virtual environment below the working folder is not the user's code
     installed += [Path(sys.prefix), Path(__file__).parents[1]]
     rows = set()
     for module in list(sys.modules.values()):
@@ -73,12 +76,12 @@ def _own_modules() -> list[tuple[str, Path]]:
 
 
 def check_alike(rows: Sequence[dict[str, Any]]) -> None:
-    """Raise `InputError` naming each fact that hosts do not have alike, with the ranks; `rows` in rank order."""
+    """Raises `InputError` that names each fact that differs between ranks; `rows`: `facts_here` of each rank."""
     differing = []
     for name in dict.fromkeys(name for row in rows for name in row["alike"]):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
-            # a fact that one rank lacks (a module that it did not import) differs too
+            # a fact that a rank lacks (a module that it did not import) counts as a difference
             values.setdefault(row["alike"].get(name, "nothing"), []).append(rank)
         if len(values) > 1:
             differing.append(
@@ -99,7 +102,11 @@ def _where(ranks: Sequence[int], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def clock_notices(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> list[str]:
-    """Returns a notice where hosts' clocks differ; `times` were read right after a meeting of all ranks."""
+    """Returns [a notice] if two hosts' clocks differ by more than `CLOCK_S`, else [].
+
+    rows    `facts_here` of each rank
+    times   each rank's clock in seconds since the epoch, read right after a barrier
+    """
     first, last = times.index(min(times)), times.index(max(times))
     apart = times[last] - times[first]
     if apart <= CLOCK_S or rows[first]["host"] == rows[last]["host"]:
@@ -111,13 +118,13 @@ def clock_notices(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> lis
 
 
 def axis_notices(plan: Plan, hosts: Sequence[str], rates: Mapping[str, tuple[float, float]] | None = None) -> list[str]:
-    """Returns a notice for each axis whose ranks lie on more hosts than they would host by host.
+    """Returns a notice for each axis whose groups span more hosts than if ranks were started host by host.
 
-    hosts   of each rank, in rank order
-    rates   of an axis: (GB/s inside a host, between hosts), where a cluster tells
+    hosts   name of each rank's host, in rank order
+    rates   axis -> (GB/s inside a host, GB/s between hosts); None: unknown, and the notice tells no slowdown
     """
     count = len(dict.fromkeys(hosts))
-    # one host, or unequal ones: no order of ranks keeps groups together then
+    # one host, or hosts with unequal numbers of ranks: there is no better order to compare with
     if count == 1 or len(hosts) % count:
         return []
     grid, per_host, notices = Grid(plan), len(hosts) // count, []
@@ -125,7 +132,7 @@ def axis_notices(plan: Plan, hosts: Sequence[str], rates: Mapping[str, tuple[flo
         if degree == 1:
             continue
         groups = {tuple(grid.group(rank, (axis,))) for rank in range(len(hosts))}
-        # of the group that is spread most: collectives wait for the slowest
+        # the group that spans the most hosts counts, since the others wait for it
         is_on = max(len({hosts[rank] for rank in group}) for group in groups)
         planned = max(len({rank // per_host for rank in group}) for group in groups)
         if is_on > planned:
@@ -145,7 +152,7 @@ def _cost(rates: tuple[float, float] | None) -> str:
 
 
 def in_host_order(hosts: Sequence[str]) -> list[int]:
-    """Returns, by rank, its number if ranks were counted host by host, hosts in the order of their first rank."""
+    """Returns, for each rank, its new rank if ranks are numbered host by host (hosts in order of their first rank)."""
     order = list(dict.fromkeys(hosts))
     sorted_ranks = sorted(range(len(hosts)), key=lambda rank: (order.index(hosts[rank]), rank))
     numbers = [0] * len(hosts)

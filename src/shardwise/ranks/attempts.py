@@ -1,10 +1,10 @@
-"""Attempts of one job under torchrun, whose agent keeps one store: each uses a part of it of its own.
+"""Attempts of one job under torchrun: each uses a key prefix of its own in the store that the agent keeps for all.
 
     attempt 1   ranks write their addresses into the agent's store, and one of them dies
-    attempt 2   the store still has those addresses: a rank that looks too early finds where nobody listens any more
+    attempt 2   the store still has those addresses: a rank that reads too early gets one where nobody listens now
 
-So the ranks of an attempt agree on a part of the store that none before them has used (`fresh`). What is to outlive an
-attempt is kept in the store itself (`remember`, `remembered`).
+So the ranks of an attempt agree on a prefix that no attempt before has used (`fresh`). Values that must outlive an
+attempt are kept outside of any prefix (`remember`, `remembered`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def has_agent() -> bool:
 
 
 def began() -> bool:
-    """Whether the ranks' process group uses a part of the agent's store that is this attempt's own."""
+    """Whether `agent_store` was called, so that the process group uses a prefix of the agent's store."""
     return _agent is not None
 
 
 def agent_store(rank: int, world_size: int) -> Any:
-    """Returns the store of torchrun's agent, by the addresses in the environment."""
+    """Returns the store of torchrun's agent, found by MASTER_ADDR and MASTER_PORT; the same object on each call."""
     global _agent
     if _agent is None:
         from torch.distributed.rendezvous import rendezvous
@@ -43,12 +43,12 @@ def agent_store(rank: int, world_size: int) -> Any:
 
 
 def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Returns a part of a store that no attempt before has used, the same on every rank. Collective over the store.
+    """Returns `store` under a key prefix that no attempt before has used, the same on every rank. Collective.
 
-        rank r   asks under its number, by a word of its own (what a rank r before it has asked may lie there)
-        rank 0   answers each word that it finds with the part's name, until all have come
+        rank r   writes a random word at ask/r (where a word of an earlier attempt may lie)
+        rank 0   answers each word that it finds with the prefix, until all ranks have confirmed the answer
 
-    Raises `RunError` on rank 0 with the ranks that did not come within `timeout_s`, on others where no answer comes.
+    Raises `RunError` after `timeout_s` seconds: on rank 0 it names the missing ranks, on others there was no answer.
     """
     from torch.distributed import PrefixStore
 
@@ -68,18 +68,21 @@ def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def _answer(store: Any, name: str, world_size: int, until: float) -> None:
-    """Rank 0: tell each rank that asks which part of the store is used, until all came; `RunError` after `until`."""
+    """Answers each rank that asks with the prefix `name`, until all have confirmed it. Called on rank 0 alone.
+
+    Raises `RunError` that names the missing ranks after `until` (monotonic clock).
+    """
     missing, answered = set(range(1, world_size)), set()
     while True:
         missing = {rank for rank in missing if not store.check([f"{_AT}/came/{name}/{rank}"])}
         for rank in missing:
             if store.check([f"{_AT}/ask/{rank}"]):
                 word = store.get(f"{_AT}/ask/{rank}").decode()
-                # an earlier attempt's words may lie there: each is answered once, and its rank is gone
+                # the word may be an earlier attempt's, whose rank is gone: it is answered too, but only once
                 if word not in answered:
                     store.set(f"{_AT}/answer/{word}", name)
                     answered.add(word)
-        # a rank is there when it says so, not when it was answered
+        # a rank has come once it confirms the answer, since an answered word may be an earlier attempt's
         if not missing:
             return
         if time.monotonic() > until:
@@ -91,12 +94,12 @@ def _answer(store: Any, name: str, world_size: int, until: float) -> None:
 
 
 def remember(name: str, text: str) -> None:
-    """Keep a text for the attempts of this job that come after this one, where there is an agent's store."""
+    """Stores `text` under `name` for later attempts of this job; does nothing without an agent's store."""
     if _agent is not None:
         _agent.set(f"{_AT}/kept/{name}", text)
 
 
 def remembered(name: str) -> str | None:
-    """Returns the text that an earlier attempt kept under this name (`remember`), or None."""
+    """Returns the text that `remember` stored under `name` in this job; None if there is none."""
     key = f"{_AT}/kept/{name}"
     return _agent.get(key).decode() if _agent is not None and _agent.check([key]) else None

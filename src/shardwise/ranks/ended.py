@@ -1,4 +1,4 @@
-"""Tell the other ranks that this one has come to its end, so that none of them waits for it."""
+"""Lets a rank tell the others that its function has ended, so that none of them waits for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _KEY = "shardwise-ended"
 
 
 def say_ended() -> None:
-    """Note in the store of the process group that this rank makes no more calls. Nothing where there is no group."""
+    """Notes in the process group's store that this rank makes no more calls; does nothing without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    with suppress(RuntimeError):  # the rank that kept the store has ended before, and nobody waits
+    with suppress(RuntimeError):  # the store's host has ended before, so nobody can wait for this rank
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=5))
         store.set(f"{_KEY}/{dist.get_rank()}", "")
 
 
 def has_ended(store: Any, rank: int) -> bool:
-    """Returns whether a rank has called `say_ended`; `store` is the process group's."""
+    """Whether `rank` has called `say_ended`; `store` is the process group's."""
     return bool(store.check([f"{_KEY}/{rank}"]))

@@ -1,7 +1,7 @@
-"""Put torch's global switches back to their defaults, for a process that runs one job after another.
+"""Resets torch's global settings to their defaults, for a process that runs one job after another.
 
-A job that fails leaves what it had entered by hand: modes that see every operation, a default dtype, saved-tensor
-hooks. The next job would be computed under them. Nothing here imports what the job did not.
+A job that fails may leave dispatch modes, a default dtype or saved-tensor hooks that it has set, and the next job would
+run under them. Nothing here imports a package that the job did not.
 
 What this does not do: undo what a job changed in the code or the attributes of modules (monkey patches).
 """
@@ -16,7 +16,10 @@ _FILTERS = tuple(warnings.filters)
 
 
 def reset_process(threads: int) -> None:
-    """Leave every mode, put torch's, NumPy's and Python's global settings at their defaults, and seeds at zero."""
+    """Leaves every mode, resets global settings of torch, NumPy and Python, and seeds their generators with 0.
+
+    threads   number of torch threads to set
+    """
     import torch
 
     from shardwise.device import forget_settings
@@ -47,7 +50,7 @@ def reset_process(threads: int) -> None:
 
 
 def _leave_modes() -> None:
-    """Leave modes of functions and of operations that a job has entered and never left."""
+    """Leaves torch-function and dispatch modes, and the default device, that a job has set and not left."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -59,7 +62,7 @@ def _leave_modes() -> None:
 
 
 def _forget_hooks() -> None:
-    """Remove torch's global hooks: those on every module, and those on tensors that backward saves."""
+    """Removes torch's global module hooks and its default saved-tensor hooks."""
     import torch
     from torch.nn.modules import module
 

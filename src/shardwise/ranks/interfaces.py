@@ -1,8 +1,8 @@
-"""Which network interface ranks talk over: the one that reaches the other hosts, where gloo would take loopback.
+"""Chooses a network interface for gloo that other hosts reach.
 
-gloo     listens at what the host's own name resolves to; a name that is not known, or that /etc/hosts gives to
-         loopback (Debian: 127.0.1.1), makes it wait at an address where no other host can come
-here     the interface whose address the route to rank 0's host has
+gloo     listens at the address that the host's own name resolves to. If the name is unknown, or /etc/hosts maps it to
+         loopback (Debian: 127.0.1.1), no other host can connect
+here     takes the interface that the route to rank 0's host uses
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _IPV6_TABLE = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags
 
 
 def talk_over_reachable(first_host: str) -> None:
-    """Have gloo take the interface that reaches rank 0's host, unless the user chose one or the host's name does.
+    """Sets GLOO_SOCKET_IFNAME to the interface that reaches rank 0's host.
 
-    first_host   its name or address, as this host knows it
+    first_host   name or address of rank 0's host, as seen from this host
+
+    Does nothing if the user chose an interface, or if this host's own name resolves to an address that others reach.
     """
     if os.environ.get(CHOSEN) or sys.platform != "linux" or _name_is_reachable():
         return
@@ -39,7 +41,10 @@ def talk_over_reachable(first_host: str) -> None:
 
 
 def unreachable(first_host: str) -> str:
-    """Returns why the interface that the user chose reaches no other host, as text; "" where it may, or none is."""
+    """Returns why the interface that the user chose cannot reach other hosts; "" if it may, or none was chosen.
+
+    first_host   name or address of rank 0's host
+    """
     chosen, route = os.environ.get(CHOSEN), route_to(first_host)
     # nothing was chosen, or rank 0 is on this host: there is no other host to reach
     if not chosen or sys.platform != "linux" or route is None or _is_loopback(route):
@@ -47,7 +52,7 @@ def unreachable(first_host: str) -> str:
     own: dict[str, list[str]] = {}
     for name, address in addresses():
         own.setdefault(name, []).append(address)
-    # gloo takes a list of names
+    # gloo takes a comma-separated list
     for name in chosen.split(","):
         if name not in own:
             return f"{CHOSEN}={chosen} on {socket.gethostname()}, which has {', '.join(own)}{_OTHER}"
@@ -57,10 +62,10 @@ def unreachable(first_host: str) -> str:
 
 
 def agree(store: Any, rank: int, world: int, problem: str, until: float) -> None:
-    """Raise `InputError` on all ranks where any has a problem with its interface. Collective over the store.
+    """Raises `InputError` on all ranks if any has a problem with its interface. Collective over the store.
 
-    problem   this rank's, in words; "" for none
-    until     on the monotonic clock: ranks that have not come by then are not asked
+    problem   description of this rank's problem; "" for none
+    until     time of the monotonic clock until which ranks wait for each other
     """
     if problem:
         store.set("interfaces/problem", f"rank {rank}: {problem}")
@@ -73,7 +78,7 @@ def agree(store: Any, rank: int, world: int, problem: str, until: float) -> None
 
 
 def own_addresses() -> list[str]:
-    """Returns the addresses that gloo may listen at: of the interface that was chosen, or that the name resolves to."""
+    """Returns the addresses at which gloo may listen: those of the chosen interface, else of the host's name."""
     chosen = os.environ.get(CHOSEN, "").split(",")
     if chosen != [""] and sys.platform == "linux":
         return [address for name, address in addresses() if name in chosen]
@@ -87,7 +92,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _name_is_reachable() -> bool:
-    """Whether this host's name resolves to an address that other hosts can use."""
+    """Whether this host's name resolves, and to no loopback address."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -96,11 +101,11 @@ def _name_is_reachable() -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """Returns this host's address on the route to another one, or to itself; None where there is none."""
+    """Returns this host's own address on the route to `host` (a name or address); None if there is no route."""
     with suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-                probe.connect(place)  # a datagram's: nothing is sent
+                probe.connect(place)  # of a datagram socket, which sends nothing
                 return str(probe.getsockname()[0])
     return None
 
@@ -113,7 +118,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Returns (name of an interface, address) of each address of this host, on Linux: IPv4, then IPv6."""
+    """Returns (interface name, address) of each address of this host, IPv4 before IPv6. Linux only."""
     import fcntl
 
     rows = []

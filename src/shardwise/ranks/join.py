@@ -1,4 +1,4 @@
-"""`join`: take this process's place in a run that somebody else started (launchers, mpi), or be a run of one.
+"""`join` opens the process group of ranks that a launcher started, or of this process alone.
 
 torchrun, srun, OpenMPI's and MPICH's mpirun, PALS and mpi4py are recognised (`launchers`, `mpi`); ranks without a
 master address agree on one (`meet`).
@@ -28,17 +28,17 @@ from shardwise.ranks.watching import be_watched
 def join(
     timeout_s: float | None = None, *, meet_s: float = MEET_S, deadlines: Deadlines | None = None
 ) -> tuple[int, int]:
-    """Make sure that there is a process group; returns (rank, world size).
+    """Opens the default process group unless there is one; returns (rank, world size).
 
-    An initialised group is kept. Otherwise the launcher's environment decides: gloo for CPU tensors, and NCCL for
-    CUDA tensors where there is a CUDA device. Without a launcher this process is the only rank.
+    The group uses gloo for CPU tensors and, if there is a CUDA device, NCCL for CUDA tensors. Without a launcher this
+    process is the only rank.
 
-    timeout_s   of collectives; None: torch's own
-    meet_s      how long ranks wait for each other at the start
-    deadlines   seconds in which a rank must do something, by phase. Without them, too, a process of each host watches
-                its ranks, and ends those that can never go on
+    timeout_s   timeout of collectives in seconds; None: torch's own
+    meet_s      seconds that ranks wait for each other at the start
+    deadlines   seconds in which a rank must do something, by phase; None: a watcher process of each host ends only
+                ranks that can never go on
 
-    Raises `InputError` for an environment that is partial or contradicts itself, `RunError` naming the ranks that
+    Raises `InputError` for an environment that is partial or contradicts itself, `RunError` that names the ranks that
     did not come.
     """
     import torch.distributed as dist
@@ -46,7 +46,7 @@ def join(
     if not dist.is_initialized():
         _open_group(timeout_s, meet_s)
     take_turns()
-    if dist.get_world_size() > 1:  # else this may be anybody's process
+    if dist.get_world_size() > 1:  # a process alone may be a notebook or a test: leave its settings
         keep_freed_memory()
         be_watched(deadlines)
         greet()
@@ -54,20 +54,20 @@ def join(
 
 
 def _open_group(timeout_s: float | None, meet_s: float) -> None:
-    """Open the default process group: of one process, over torchrun's own store, or over one that ranks agree on."""
+    """Opens the default process group: of one process, over torchrun's own store, or over one that `meet` makes."""
     import torch.distributed as dist
 
     place = here()
     options: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     if place is None:
         _be_alone(options)
-    elif place.launcher == "torchrun" and attempts.has_agent():  # which holds the store, and sets threads
+    elif place.launcher == "torchrun" and attempts.has_agent():  # the agent holds the store, and sets OMP_NUM_THREADS
         local_rank = place.rank if place.local_rank is None else place.local_rank
         until = time.monotonic() + meet_s
         await_listener(place, until)
         agent = attempts.agent_store(place.rank, place.world_size)
         store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
-        # torchrun told where rank 0 is: hosts that do not reach each other are found now, where gloo may wait for hours
+        # check now that hosts reach each other, since gloo may wait for hours
         if place.master is not None:
             talk_between_hosts(store, place.rank, place.world_size, local_rank, place.master[0], until)
         options |= {"rank": place.rank, "world_size": place.world_size, "store": store}
@@ -77,7 +77,10 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
 
 
 def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
-    """Open the process group of ranks whose launcher holds no store, over the one that `meet` makes."""
+    """Opens the process group of ranks whose launcher has no store, over the one that `meet` makes.
+
+    options   further arguments of `init_process_group`; `meet_s`: seconds that ranks wait for each other
+    """
     import torch
     import torch.distributed as dist
 
@@ -96,7 +99,7 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
 
 
 def _be_alone(options: dict[str, Any]) -> None:
-    """Open a group of one rank, for which no other process needs to find a store, a file or a port."""
+    """Opens a group of one rank, over a store in this process's memory."""
     import torch.distributed as dist
 
     _stay_home()
@@ -104,12 +107,12 @@ def _be_alone(options: dict[str, Any]) -> None:
 
 
 def _stay_home() -> None:
-    """Have gloo listen on loopback unless the user chose an interface."""
+    """Makes gloo listen on loopback, unless the user chose an interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _backend(local_rank: int) -> str:
-    """Returns gloo, with the accelerator's own backend beside it; this rank takes the device of its local rank."""
+    """Takes the accelerator of this local rank, if there is one; returns the text of gloo and its backend."""
     from shardwise.device import group_backend, take
 
     take(local_rank)
@@ -117,10 +120,10 @@ def _backend(local_rank: int) -> str:
 
 
 def leave(code: int) -> None:
-    """End this process after its last word, with `code` as a launcher is to see it.
+    """Ends this process with the exit code `code`, after flushing its output. Never returns.
 
-    gloo's threads can abort a regular exit, and a launcher would call the run failed. Where MPI runs in this process it
-    must be finalised, so the exit is the regular one.
+    gloo's threads can abort a regular interpreter exit, which a launcher would report as a failure, so this uses
+    `os._exit`. If MPI runs in this process, the exit is a regular one, since MPI must be finalised.
     """
     dist, record = sys.modules.get("torch.distributed"), points.record()
     if record is not None:

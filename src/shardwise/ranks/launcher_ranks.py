@@ -1,9 +1,9 @@
-"""`LauncherRanks`: the ranks of a launcher in the place of a `RankPool`, for what rank 0 asks all of them to run.
+"""`LauncherRanks` runs functions on the ranks of a launcher, as `RankPool` does on processes of its own.
 
-    rank 0   run(function, N, ...) --> the call, in the store --> runs it too --> results of all --> end(exit code)
-    rank r   serve(): waits for a call, runs it, leaves its result; returns the exit code
+    rank 0   run(function, N, ...) writes the call into the store, runs it too, collects all results; end(exit code)
+    rank r   serve() waits for calls, runs them, writes results into the store; returns the exit code
 
-The process group is the launcher's own, which stays. What this does not do: fewer ranks than the launcher started.
+All calls use one process group, which `join` opened. What this does not do: run on fewer ranks than were started.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.ranks.pool_messages import Report, dumps, pack_call
 from shardwise.ranks.supervise import Outcome, unpack
 from shardwise.ranks.worker import describe
 
-POLL_S, GRACE_S = 0.02, 10.0
+POLL_S, GRACE_S = 0.02, 10.0  # seconds: between polls of the store, and for late reports after a failure
 _ALL_GONE = "rank 0 has ended without a word: look at its own output"
 
 
 class LauncherRanks:
-    """The ranks that a launcher started; made on every rank, collectively. `code`: the exit code for all of them."""
+    """The ranks that a launcher started. Every rank makes one, collectively; it has `rank` and `world_size`."""
 
     code = 0
 
@@ -39,12 +39,12 @@ class LauncherRanks:
         self._number = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """Call `function(*args)` on every rank; returns the results in rank order. On rank 0 alone, others `serve`.
+        """Calls `function(*args)` on every rank; returns the results in rank order. Called on rank 0, others `serve`.
 
-        Raises errors of ranks as `RankPool.run` does, `RunError` after `timeout_s`, and `InputError` for another
-        `world_size` than the launcher's.
+        Raises errors of ranks as `RankPool.run` does, `RunError` after `timeout_s` seconds, and `InputError` if
+        `world_size` is not the launcher's.
         """
-        # a launcher has started its ranks before the plan was known
+        # the launcher started its ranks before the plan was known
         if world_size != self.world_size:
             place = here()
             named = place.named if place is not None else "the launcher"
@@ -58,7 +58,7 @@ class LauncherRanks:
             for rank in range(1, world_size):
                 if rank not in reports and self._store.check([self._key(rank)]):
                     reports[rank] = pickle.loads(self._store.get(self._key(rank)))
-            # the earliest failure is told as the cause: ranks that failed before this one get GRACE_S to report
+            # the earliest failure is the cause, so ranks that may have failed before get GRACE_S to report
             if failed_at is None and any(report.failure for report in reports.values()):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
@@ -74,9 +74,9 @@ class LauncherRanks:
         return unpack(outcome, world_size, getattr(function, "__qualname__", repr(function)), timeout_s)
 
     def serve(self) -> int:
-        """Run the functions that rank 0 asks for until it calls `end`; returns that exit code.
+        """Runs the functions that rank 0 asks for, until it calls `end`; returns the exit code given there.
 
-        Raises `RunError` where rank 0 has ended without a word.
+        Raises `RunError` if rank 0 has ended without calling `end`.
         """
         while True:
             self._number += 1
@@ -87,7 +87,7 @@ class LauncherRanks:
             self._store.set(self._key(self.rank), dumps(self._perform(function, args)))
 
     def end(self, code: int) -> None:
-        """Let the other ranks end, with this exit code. On rank 0."""
+        """Makes `serve` on the other ranks return `code`. Called on rank 0."""
         self._number += 1
         self._store.set(f"call/{self._number}", json.dumps({"code": code}))
 
@@ -101,7 +101,10 @@ class LauncherRanks:
             return Report(None, describe(self.rank, error))
 
     def _wait(self, key: str) -> bytes:
-        """Returns the store's value of `key`, polled for: C++ answers no signals. `RunError` when rank 0 has ended."""
+        """Waits until the store has `key` and returns its value; `RunError` if rank 0, which holds it, has ended.
+
+        It polls, since a blocking `get` in C++ handles no signals.
+        """
         self._store.set_timeout(timedelta(seconds=60))
         try:
             while not self._store.check([key]):

@@ -1,15 +1,16 @@
-"""Which launcher started this process, and its rank, from the environment (`LAUNCHERS`). Without a job's id: meet.
+"""Finds which launcher started this process, and its rank, from environment variables (`LAUNCHERS`).
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     OpenMPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     PMI, PALS     PMI_RANK, PMI_SIZE, PALS_RANKID, PALS_LOCAL_RANKID, MPI_LOCALRANKID, ...   (MPICH, Intel MPI, Cray)
     Slurm         SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, inside a step that srun made
 
-Launchers nest (torchrun under srun, mpirun in a batch script), so the innermost that is complete decides: torchrun
-where it left its run id, then MPI, then Slurm. Names of one launcher must agree with each other, and RANK and
-WORLD_SIZE that somebody set by hand must agree with the launcher.
+Launchers nest (torchrun under srun, mpirun in a batch script), so the innermost with a complete set decides: torchrun
+if its run id is set, then MPI, then Slurm. Variables of one launcher must agree with each other, and RANK and
+WORLD_SIZE that a user set must agree with the launcher's.
 
-What this does not do: believe half a set. A rank without a size, or two names that differ, are refused by name.
+What this does not do: use an incomplete set. A rank without a size, or two variables that differ, are refused by name.
+How ranks find each other without a master address: ranks/meet.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from shardwise.errors import InputError
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = ("RANK", "WORLD_SIZE", *MASTER)
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch scripts and interactive shells have step ids from here on
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # smallest step id that Slurm gives to batch scripts and interactive shells
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """The variables of a launcher: names of four numbers, the most telling first, and of what identifies its job.
+    """The names of a launcher's environment variables. Several names of one number must agree where they are set.
 
-    mpi  its ranks are those of MPI too; else a rank whose MPI is a world of its own is believed
+    launcher                rank, size, local_rank, local_size: names of the variables with these numbers
+    job                     names of variables that identify the job; the first that is set counts
+    mpi                     Whether the launcher starts MPI ranks too. If not, mpi4py may see a world of one process
     """
 
     launcher: str
@@ -39,12 +42,12 @@ class LauncherVariables:
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
-    job: tuple[str, ...]  # the first that is set identifies the job among those that are alive
+    job: tuple[str, ...]
     mpi: bool = True
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Returns the names of all its numbers."""
+        """Returns the names of all variables that hold a rank or a size."""
         return (*self.rank, *self.size, *self.local_rank, *self.local_size)
 
 
@@ -73,20 +76,22 @@ SLURM = LauncherVariables(
     job=("SLURM_JOB_ID",),
     mpi=False,
 )
-LAUNCHERS = (OPENMPI, PMI, SLURM)  # beside torchrun, and those that give its variables
+LAUNCHERS = (OPENMPI, PMI, SLURM)  # without torchrun and launchers that set its variables
 
 
 @dataclass(frozen=True)
 class LaunchedPlace:
     """This process's place in a run that a launcher started.
 
-    local_rank, local_size   on this host; None where the launcher does not say
-    job                      identifies the run among those alive; None where the launcher gives no name
-    one_host                 True where all ranks are known to be on one host
-    master                   (address, port) where the environment gives them
-    names                    the variables that rank and size came from, for messages
-    by                       what starts ranks with torchrun's variables, where it is not torchrun itself
-    mpi                      see `LauncherVariables`
+    launcher                 "torchrun", "OpenMPI", "PMI", "Slurm", "mpi4py", or "shardwise"
+    rank, world_size         this process's rank and the number of ranks
+    local_rank, local_size   rank, and number of ranks, on this host; None if the launcher does not tell
+    job                      id that no other running job has; None if the launcher gives none
+    one_host                 Whether all ranks are known to be on one host
+    master                   (address, port) of rank 0 if the environment gives them, else None
+    names                    names of the variables of rank and size, for messages
+    by                       name of another launcher that sets torchrun's variables; "" for torchrun itself
+    mpi                      Whether the launcher starts MPI ranks, as in `LauncherVariables`
     """
 
     launcher: str
@@ -103,21 +108,21 @@ class LaunchedPlace:
 
     @property
     def named(self) -> str:
-        """Returns the launcher's name as its user calls it."""
+        """Returns the name of the launcher's command, such as "accelerate launch" in place of "torchrun"."""
         return self.by or self.launcher
 
 
 def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns this process's place, or None where it was started alone (or as the only rank of an MPI or Slurm launch).
+    """Returns this process's place, or None if it was started alone (or as the only rank of an MPI or Slurm launch).
 
-    Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
+    Raises `InputError` that names the variables if the environment has part of a set or contradicts itself.
     """
     by_hand = [name for name in TORCHRUN if environ.get(name)]
-    # torchrun's run id: it may run inside another launcher's job, and its variables are the innermost
+    # torchrun's run id is set: it may run inside another launcher's job, but is the innermost
     if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):
         return _torchrun(environ)
     place = _of_launcher(environ)
-    # no launcher's: variables that somebody set by hand, which have to be complete
+    # no launcher: variables that a user set by hand must be complete
     if place is None:
         return None if _is_one_process(environ, by_hand) else _torchrun(environ)
     _check_by_hand(environ, place)
@@ -126,7 +131,7 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """Returns this process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells.
+    """Returns this process's rank on its host, as a launcher or shardwise itself set it; None if no variable tells it.
 
     Raises `InputError` as `find` does.
     """
@@ -139,7 +144,9 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def perhaps_hosts(place: LaunchedPlace, ranks: int) -> str:
-    """Returns words for a message, where a launcher's processes may be one a host: how to start `ranks` so; else "".
+    """Returns advice to append to a message if WORLD_SIZE may count hosts rather than ranks, else "".
+
+    ranks   how many ranks the plan needs
 
     Engines with a master and workers (Kubeflow's PyTorchJob, Vertex AI) count hosts by torchrun's variables.
     """
@@ -153,14 +160,14 @@ def perhaps_hosts(place: LaunchedPlace, ranks: int) -> str:
 
 
 def own_device(requested: Any = None) -> Any:
-    """Returns this rank's torch.device: as requested, else the accelerator of its local rank, else the CPU."""
+    """Returns this rank's `torch.device`: as `requested`, else the accelerator of its local rank, else the CPU."""
     from shardwise.device import pick_device
 
     return pick_device(requested, local_rank(os.environ))
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:
-    """Returns how many ranks are on this host, as a launcher told; None where nothing tells."""
+    """Returns how many ranks are on this host, from the launcher's variables; None if no variable tells it."""
     if environ.get("LOCAL_WORLD_SIZE"):
         return _number(environ, "LOCAL_WORLD_SIZE")
     if rank_without_size(environ) or (environ.get("RANK") and not environ.get("MASTER_ADDR")):
@@ -170,12 +177,15 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
-    """Whether no variable tells of other ranks; `accelerate launch` gives even one process a master's address."""
+    """Whether this is the only process: `accelerate launch` sets a master address even for one.
+
+    by_hand   those of the `TORCHRUN` variables that are set
+    """
     return not by_hand or (set(by_hand) <= set(MASTER) and bool(_with_variables_of_torchrun(environ)))
 
 
 def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
-    """Returns the place that torchrun's variables tell; `InputError` where some are missing or contradict."""
+    """Returns the place from torchrun's variables; `InputError` if some are missing or contradict each other."""
     missing = [name for name in TORCHRUN if not environ.get(name)]
     if missing:
         present = ", ".join(name for name in TORCHRUN if name not in missing)
@@ -205,9 +215,12 @@ def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
 
 
 def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns MPI's place, else Slurm's (mpirun starts helpers as Slurm steps, whose names ranks inherit), or None."""
+    """Returns the place from MPI's variables, else from Slurm's, or None if neither is set.
+
+    MPI comes first, since mpirun starts its helpers as Slurm steps, whose variables the ranks inherit.
+    """
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
-    # Open MPI's and PMI's variables at once (an mpirun inside another launcher): they must name one place
+    # variables of Open MPI and PMI are both set by an mpirun inside another launcher, and must agree
     if open_mpi is not None and pmi is not None:
         _same(open_mpi, pmi)
     mpi = open_mpi or pmi
@@ -217,20 +230,20 @@ def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
             "library alone: install mpi4py, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     if mpi is not None and slurm is not None and (mpi.rank, mpi.world_size) == (slurm.rank, slurm.world_size):
-        return slurm  # srun itself serves PMI; it knows the hosts too
+        return slurm  # srun itself serves PMI, and its variables tell the hosts too
     return mpi or slurm
 
 
 def rank_without_size(environ: Mapping[str, str]) -> bool:
-    """Whether the environment is PMIx's alone, which names a rank and not the number of ranks."""
+    """Whether only PMIX_RANK is set, which gives a rank but no number of ranks."""
     others = (*OPENMPI.size, *PMI.rank, *PMI.size, *SLURM.rank, *TORCHRUN[:2])
     return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns Slurm's place inside a step of srun, else None: a batch script has the same names, and is one process.
+    """Returns the place from Slurm's variables inside a step of srun, else None.
 
-    Raises `InputError` for a step that tells no rank.
+    A batch script has the same variables but is one process. Raises `InputError` for a step without SLURM_PROCID.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
@@ -259,7 +272,7 @@ def _slurm_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's count in SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where that cannot be read."""
+    """Returns this node's number of ranks from SLURM_STEP_TASKS_PER_NODE, such as "4(x3),2"; None if not readable."""
     counts: list[int] = []
     for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -271,12 +284,12 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns the place that these names give, else None; `InputError` where they give only a part of one."""
+    """Returns the place from one launcher's variables, or None if none is set; `InputError` if only some are."""
     kinds = {kind: getattr(family, kind) for kind in ("rank", "size", "local_rank", "local_size")}
     named = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
     if family is OPENMPI and named["rank"] == ["PMIX_RANK"] and not named["size"]:
-        return None  # PMIx alone names no size; whoever else set it (srun) does, or the caller refuses
-    # a step without ranks is told by the caller, which knows the step
+        return None  # PMIx alone gives no size; srun's variables do, or the caller refuses
+    # the caller refuses a step without a rank, since its message names the step
     if family is SLURM and not named["rank"]:
         return None
     if not any(named.values()):
@@ -314,7 +327,7 @@ def _job(family: LauncherVariables, environ: Mapping[str, str]) -> str | None:
 
 
 def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
-    """Returns the number that all of these variables hold, None for no variables. `InputError` where they differ."""
+    """Returns the number in all variables of `names`, None for an empty list; `InputError` if they differ."""
     if not names:
         return None
     first = _number(environ, names[0])
@@ -328,7 +341,7 @@ def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
 
 
 def _same(first: LaunchedPlace, other: LaunchedPlace) -> None:
-    """Raise `InputError` where two launchers' variables contradict each other."""
+    """Raises `InputError` if two launchers' variables give different ranks or sizes."""
     if (first.rank, first.world_size) != (other.rank, other.world_size):
         raise InputError(
             f"the environment contradicts itself: {_shown(first)} but {_shown(other)}; one of them is left over from "
@@ -337,13 +350,13 @@ def _same(first: LaunchedPlace, other: LaunchedPlace) -> None:
 
 
 def _shown(place: LaunchedPlace) -> str:
-    """Returns a place's rank and size by the variables that they came from."""
+    """Returns a text of a place's rank and size with the names of their variables, for a message."""
     rank, size = place.names
     return f"{rank}={place.rank}, {size}={place.world_size}"
 
 
 def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
-    """Raises `InputError` where RANK and WORLD_SIZE, set by hand or left over, differ from the launcher's."""
+    """Raises `InputError` if RANK or WORLD_SIZE is set and differs from the launcher's number."""
     for name, own, its in zip(("RANK", "WORLD_SIZE"), (place.rank, place.world_size), place.names, strict=True):
         if environ.get(name) and _number(environ, name) != own:
             raise InputError(
@@ -353,11 +366,11 @@ def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Returns (address, port) of rank 0 in the environment, None without; `InputError` for one of them alone."""
+    """Returns (MASTER_ADDR, MASTER_PORT), or None if neither is set; `InputError` if only one is."""
     address, port = (environ.get(name, "") for name in MASTER)
     if not address and not port:
         return None
-    # one alone is a mistake: the other would be guessed
+    # one alone is a mistake, since the other would have to be guessed
     if not address or not port:
         present, missing = MASTER if address else MASTER[::-1]
         raise InputError(
@@ -368,7 +381,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _check(place: LaunchedPlace) -> None:
-    """Raises `InputError` where rank, local rank and sizes of the environment contradict each other."""
+    """Raises `InputError` if rank, local rank and sizes of a place contradict each other."""
     rank, size = place.names
     if place.rank >= place.world_size:
         raise InputError(

@@ -1,11 +1,11 @@
-"""Which ranks of a launcher's job have gone, asked where a collective tells of a closed connection alone.
+"""Finds which ranks of a launcher's job were lost, after a collective failed with a closed connection.
 
-    rank that fails by itself       says in the store what it raised, before it leaves
-    rank whose collective broke     says that it is there, and waits a few seconds for the others' words
-    rank, or host, that is lost     says nothing: it is named
+    rank that raised an error itself    writes the error into the store before it ends
+    rank whose collective failed        writes "" into the store, and waits a few seconds for the others' entries
+    rank, or host, that is lost         writes nothing, and is named
 
-The store lies with rank 0 (under torchrun, with the agent of its host): where it does not answer, that host is lost.
-What this does not do: see a rank that is alive and in no collective of those that broke; it is said to be silent.
+The store is held by rank 0 (under torchrun by the agent of its host); if it does not answer, that host is lost. What
+this does not do: recognise a rank that is alive but was in none of the failed collectives; it is named as lost too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from shardwise.errors import RunError, ShardwiseError, first_line
 
-ANSWER_S = 5.0  # in which ranks notice that a peer has gone, and say so
+ANSWER_S = 5.0  # seconds to wait for the other ranks' entries
 _POLL_S = 0.1
-# what a collective says on a rank whose peer has gone or never came
+# texts of errors that a collective or the store raises if a peer has ended or never came
 _ECHO = re.compile(
     r"connection (closed|reset) by peer|broken pipe|timed out waiting|socket (timeout|closed)|"
     r"wait timeout|connection refused|remote process (exited|has)|DistNetworkError|DistStoreError",
@@ -32,23 +32,26 @@ _ECHO = re.compile(
 
 
 def is_echo(text: str) -> bool:
-    """Whether a traceback's text is of an error that a lost or missing peer causes."""
+    """Whether a traceback's text contains an error that a lost or missing peer causes."""
     return bool(_ECHO.search(text))
 
 
 def greet() -> None:
-    """Say in the store of the default group which host this rank is on; a script that ends by an error names peers."""
+    """Writes this rank's host name into the store, and sets an `excepthook` that names lost peers.
+
+    The hook replaces the report of an uncaught error by one line if the error only echoes a peer's end.
+    """
     import torch.distributed as dist
 
     _store().set(_key("host", dist.get_rank()), socket.gethostname())
-    # a second group in this process: the hook is there
+    # a second group in this process: the hook is already set
     if getattr(sys.excepthook, "names_peers", False):
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lost = named(error) if isinstance(error, Exception) else None
-        # an error of this rank's own, which the hook before shows as ever
+        # this rank failed by itself: the hook that was there before shows the error
         if lost is None:
             return before(kind, error, trace)
         outermost = traceback.extract_tb(trace)[0]  # the script's own line; a hundred frames of torch follow
@@ -59,13 +62,13 @@ def greet() -> None:
 
 
 def named(error: Exception) -> RunError | None:
-    """Returns the error that names the ranks that have gone; None where this rank failed by itself, or is alone.
+    """Returns an error that names the lost ranks if `error` only echoes their end, else None.
 
-    Says in the store how this rank ended. Waits at most `ANSWER_S` seconds for the others.
+    Writes into the store how this rank ended. Waits at most `ANSWER_S` seconds for the others.
     """
     import torch.distributed as dist
 
-    # alone, nobody can have been lost
+    # in a world of one there are no peers
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     echo = not isinstance(error, ShardwiseError) and is_echo("".join(traceback.format_exception(error)))
@@ -74,25 +77,25 @@ def named(error: Exception) -> RunError | None:
         store = _store()
         store.set(_key("end", rank), "" if echo else f"{type(error).__name__}: {first_line(error)}"[:300])
         return _roll_call(store, world) if echo else None
-    except RuntimeError:  # of the store: who holds it has gone
+    except RuntimeError:  # the process that holds the store has ended
         return _without_store() if echo else None
 
 
 def _roll_call(store: Any, world: int) -> RunError | None:
-    """Returns the error that names ranks which failed or are silent; None where all answer, so that a link broke."""
+    """Returns an error that names a rank that failed, or the silent ranks; None if all answer (a link broke)."""
     until, silent = time.monotonic() + ANSWER_S, list(range(world))
     while silent and time.monotonic() < until:
         time.sleep(_POLL_S)
         silent = [rank for rank in silent if not store.check([_key("end", rank)])]
     ends = {rank: store.get(_key("end", rank)).decode() for rank in range(world) if rank not in silent}
-    # "" is said by a rank whose collective broke by another's fault: it is there, and no cause
+    # "" is the entry of a rank whose collective failed through another rank
     failed = {rank: said for rank, said in ends.items() if said}
-    # a rank that said what it raised is the cause; the silent ones may be its victims
+    # a rank that wrote an error is the cause; silent ranks may have ended because of it
     if failed:
         first = min(failed)
         return RunError(f"{_where(store, [first])} failed, and the others lost it: {failed[first]}")
     if not silent:
-        return None  # all are there: what broke is between them
+        return None  # all ranks answered: a connection between them broke
     return RunError(
         f"lost of {world} ranks: {_where(store, silent)}. Their processes or their host have ended, or the network "
         "between the hosts has; the launcher's output there, or the host's log, tells why"
@@ -100,7 +103,7 @@ def _roll_call(store: Any, world: int) -> RunError | None:
 
 
 def _without_store() -> RunError:
-    """Returns the error of a rank whose store is gone with rank 0."""
+    """Returns the error for a store that does not answer, which means that rank 0 is lost."""
     from shardwise.ranks.mpi import here
 
     place = here()
@@ -111,7 +114,7 @@ def _without_store() -> RunError:
 
 
 def _where(store: Any, ranks: Iterable[int]) -> str:
-    """Returns `rank 1 on node-b; ranks 2, 3 on node-c`."""
+    """Returns a text of ranks with their hosts, such as "rank 1 on node-b; ranks 2, 3 on node-c"."""
     by_host: dict[str, list[str]] = {}
     for rank in ranks:
         key = _key("host", rank)

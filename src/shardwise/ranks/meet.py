@@ -1,13 +1,13 @@
-"""How ranks that a launcher started without a master address find each other without a fixed port.
+"""Lets ranks find each other without a fixed port if their launcher gives no master address.
 
     rank 0    listens on a port that the system chooses ---> (addresses, port, token)
-              hands that on: mpi4py's broadcast | PMI's key-value space | a file that all ranks see
-    rank r    reads it, connects, compares the token, says hello
-    rank 0    has heard all: "ready"; the file is gone
+              publishes these by mpi4py's broadcast | PMI's key-value space | a file that all ranks see
+    rank r    reads them, connects, compares the token, and writes its host and CPUs into the store ("hello")
+    rank 0    sets "ready" once all ranks have done so, and removes the file
 
-The file lies in a private folder of the host where all ranks are on one, else in the working directory, which a
-cluster shares. Its name holds the launcher's id of the job, and the token makes sure that who answers is this job's
-rank 0, so a file left behind by a killed job is passed over.
+The file lies in a private folder of the host if all ranks are on one host, else in the working directory, which must be
+shared. Its name contains the launcher's id of the job. The token shows whether the process that answers is this job's
+rank 0, so that a file left by a killed job is ignored.
 
 Every wait is bounded and names who is missing. What this does not do: encrypt; between hosts the port is open to the
 network, as torchrun's is.
@@ -44,12 +44,17 @@ MEET_S = 300.0  # ranks of a large job start minutes apart
 _POLL_S = 0.05
 _CONNECT_S = 5.0
 _STORE_S = 60.0
-OUTSIDE = ("192.0.2.1", "2001:db8::1")  # documentation's own networks, to which nothing is sent
+OUTSIDE = ("192.0.2.1", "2001:db8::1")  # addresses reserved for documentation: only their route is looked up
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of rank 0: hosts, tried in order, a port, and a token that its store must show."""
+    """The address of rank 0's store.
+
+    hosts   names or addresses of its host, to be tried in order
+    port    TCP port
+    token   random text that the store has under "token"
+    """
 
     hosts: tuple[str, ...]
     port: int
@@ -63,7 +68,7 @@ class Address:
 
     @classmethod
     def unpack(cls, word: str) -> Address:
-        """Returns the address that `pack` wrote; `ValueError` where this is not one."""
+        """Returns the address that `pack` wrote as `word`; `ValueError` for any other text."""
         try:
             hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
         except zlib.error as error:
@@ -75,9 +80,10 @@ class Address:
 class Met:
     """The store that all ranks share, and this rank's place on its host.
 
-    rank         its number among all: the launcher's, unless that dealt ranks to hosts in turns
+    rank         the launcher's rank; if ranks of a host were not consecutive, a new one, counted host by host
+    local_rank   rank on this host
     threads      this rank's share of the CPUs that it may use
-    first_host   rank 0's host, as this one reaches it
+    first_host   name or address by which this host reaches rank 0's
     """
 
     store: Any
@@ -88,18 +94,19 @@ class Met:
 
 
 def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
-    """Find the other ranks; returns the store and this rank's place. Collective.
+    """Finds the other ranks; returns the shared store and this rank's place. Collective.
 
-    Raises `RunError` naming the ranks that did not come in time; `InputError` where two have one number, or the job has
-    neither an id nor an address.
+    place       this process's place, from the launcher; `timeout_s`: seconds to wait for the other ranks
+
+    Raises `RunError` that names the ranks that did not come in time, `InputError` if two processes have the same rank
+    or the job has neither an id nor an address.
     """
     until = time.monotonic() + timeout_s
-    # an address that the environment gives; else MPI or the launcher's own wire hands one on, or a file
     if place.master is not None:
         store = _at_master(place, until)
     elif (world := world_communicator()) is not None and world.Get_size() == place.world_size:
         store = _exchanged(place, until, lambda mine: world.bcast(mine, root=0))
-    # with a job's id a file can be named for the job; PMI's own wire is for launchers that give none
+    # PMI's key-value space is for launchers that give no job id; with an id a file can be named by it
     elif place.launcher == "PMI" and place.job is None and pmi.served(os.environ.get("PMI_FD", "")):
         store = _exchanged(
             place, until, lambda mine: pmi.exchange(os.environ["PMI_FD"], place.rank, mine, until - time.monotonic())
@@ -114,7 +121,7 @@ def _left(until: float) -> timedelta:
 
 
 def _at_master(place: LaunchedPlace, until: float) -> Any:
-    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens there."""
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens; `RunError` if that fails."""
     import torch.distributed as dist
 
     assert place.master is not None
@@ -131,11 +138,11 @@ def _at_master(place: LaunchedPlace, until: float) -> Any:
 
 
 def await_listener(place: LaunchedPlace, until: float) -> None:
-    """Wait until somebody listens where the environment says that rank 0 does; rank 0 itself does not wait.
+    """Waits until a process listens at MASTER_ADDR and MASTER_PORT; returns at once on rank 0.
 
-    Raises `RunError` where nobody does before `until` (monotonic clock).
+    Raises `RunError` if none does by `until` (monotonic clock).
 
-    torch's own store tries in C++, where neither Ctrl-C nor SIGTERM is heard, and prints its frames.
+    torch's own store retries in C++, where neither Ctrl-C nor SIGTERM is handled, and prints C++ frames.
     """
     assert place.master is not None
     host, port = place.master
@@ -154,7 +161,7 @@ def await_listener(place: LaunchedPlace, until: float) -> None:
 
 
 def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
-    """Returns the error for a store that cannot be had at the place that the environment tells."""
+    """Returns the error for a store that cannot be opened or reached at MASTER_ADDR and MASTER_PORT."""
     host, port = place.master or (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     what = "listen on" if place.rank == 0 else "reach"
     return RunError(
@@ -175,7 +182,7 @@ def _exchanged(place: LaunchedPlace, until: float, exchange: Callable[[str], str
 
 
 def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
-    """Returns (rank 0's store on a free port, its address): on loopback where all are on this host, else anywhere."""
+    """Returns (new store of rank 0 on a free port, its address), on loopback if all ranks are on this host."""
     import torch.distributed as dist
 
     listener = _listener("127.0.0.1" if place.one_host else "")
@@ -189,16 +196,17 @@ def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
 
 
 def _listener(address: str) -> socket.socket:
-    """Returns a socket that listens on a free port, at one IPv4 address or, for "", at all of both kinds."""
+    """Returns a socket that listens on a free port of one IPv4 address or, for "", of all IPv4 and IPv6 addresses."""
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server((address, 0), backlog=1024)
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """Returns how other hosts may reach this one: its default routes' numbers, its other ones, its name.
+    """Returns addresses by which other hosts may reach this one, most likely first.
 
-    Numbers come first: where names are not resolved, asking takes longer than trying.
+    In order: addresses of the default routes, other addresses, the host's name, loopback. The name comes late, since
+    resolving it may take long.
     """
     hosts = [address for far in OUTSIDE if (address := route_to(far)) is not None]
     if sys.platform == "linux":
@@ -211,13 +219,13 @@ def _own_addresses() -> tuple[str, ...]:
 
 
 def _connect(address: Address, until: float) -> Any | None:
-    """Returns rank 0's store at an address; None where nothing, or another job, listens there now."""
+    """Returns rank 0's store at an address; None if nothing listens there now, or the store has another token."""
     import torch.distributed as dist
 
     for host in address.hosts:
         try:
             socket.create_connection((host, address.port), timeout=_CONNECT_S).close()
-            # somebody answers; the store then looks names up, which takes long where there is no name server
+            # torch's store looks up names, slowly without a name server, so it is tried only if a port answers
             patience = min(_left(until), timedelta(seconds=_STORE_S))
             store = dist.TCPStore(host, address.port, None, False, timeout=patience)
             if store.get("token").decode() == address.token:
@@ -229,7 +237,7 @@ def _connect(address: Address, until: float) -> Any | None:
 
 
 def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
-    """Returns the store at rank 0's address; `RunError` where it cannot be reached in time."""
+    """Returns the store at rank 0's address; `RunError` if it cannot be reached by `until` (monotonic clock)."""
     while (store := _connect(address, until)) is None:
         if time.monotonic() >= until:
             raise RunError(
@@ -241,7 +249,7 @@ def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
 
 
 def _through_file(place: LaunchedPlace, until: float) -> Any:
-    """Returns the store of rank 0, which writes its address into a file that all see; `RunError` if not all come."""
+    """Returns rank 0's store, whose address rank 0 writes into a file for all; `RunError` if ranks are missing."""
     path = _file(place)
     if place.rank > 0:
         return _read(path, place, until)
@@ -260,7 +268,7 @@ def _through_file(place: LaunchedPlace, until: float) -> Any:
 
 
 def _file(place: LaunchedPlace) -> Path:
-    """Returns the file in which the ranks of a job find each other; `InputError` for a job without an id."""
+    """Returns the path of the file with rank 0's address; `InputError` for a job without an id."""
     if place.job is None:
         raise InputError(
             f"{place.launcher} gives the ranks no id of their job, so they cannot find each other by themselves: set "
@@ -271,7 +279,7 @@ def _file(place: LaunchedPlace) -> Path:
 
 
 def _private_folder() -> Path:
-    """Returns a folder of this user's alone, below the host's temporary one; `InputError` where others can use it."""
+    """Returns this user's private folder below the temporary one; `InputError` if other users can access it."""
     folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
@@ -281,10 +289,10 @@ def _private_folder() -> Path:
 
 
 def _read(path: Path, place: LaunchedPlace, until: float) -> Any:
-    """Returns rank 0's store, once its address is in the file and answers; `RunError` when the time is over."""
+    """Returns rank 0's store, once the file has its address and it answers; `RunError` after `until`."""
     while True:
         try:
-            os.listdir(path.parent)  # a network file system then looks again instead of remembering an absence
+            os.listdir(path.parent)  # makes a network file system drop its cached absence of the file
             store = _connect(Address.unpack(path.read_text()), until)
         except (OSError, ValueError):
             store = None  # not there yet
@@ -306,7 +314,7 @@ def _hello(rank: int) -> str:
 
 
 def _say_hello(place: LaunchedPlace, store: Any) -> None:
-    """Tell the others this rank's host and CPUs; `InputError` where another process has its number."""
+    """Writes this rank's host and CPUs into the store; `InputError` if another process has the same rank."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if store.add(f"taken/{place.rank}", 1) != 1:
         raise InputError(
@@ -317,7 +325,7 @@ def _say_hello(place: LaunchedPlace, store: Any) -> None:
 
 
 def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
-    """Say hello as rank 0, wait for everybody's, and tell them whether all came; `RunError` naming who did not."""
+    """Waits on rank 0 for the hello of all ranks and sets "ready"; `RunError`, on all, that names missing ranks."""
     _say_hello(place, store)
     waiting = list(range(place.world_size))
     while waiting and time.monotonic() < until:
@@ -338,14 +346,14 @@ def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
 
 
 def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
-    """Wait for the last rank; returns the store, this rank's local rank and share of the CPUs, or `RunError`."""
-    # not where rank 0's address was read from a file: hello was said there at once
+    """Waits until all ranks have come; returns the store and this rank's place, `RunError` if some are missing."""
+    # ranks that read the address from a file have already said hello
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)
     try:
         while (
             not store.check(["ready"]) and time.monotonic() < until + 5
-        ):  # a `get` would wait where no signal is heard
+        ):  # a `get` would block in C++, where no signal is handled
             time.sleep(_POLL_S)
         refusal = store.get("ready").decode()
     except RuntimeError as error:
@@ -358,10 +366,10 @@ def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
     sharing = sum(1 for greeting in greetings if greeting == mine)
     local_rank = len(below) if place.local_rank is None else place.local_rank
     first_host = place.master[0] if place.master is not None else store.host
-    if place.rank == 0 and place.master is None:  # which listens for others, and reaches itself anyhow
+    if place.rank == 0 and place.master is None:  # its own store's host is loopback, which no other host reaches
         first_host = _own_addresses()[0]
     rank = place.rank
-    if world_communicator() is None:  # a script may count on the numbers of MPI
+    if world_communicator() is None:  # with mpi4py, ranks stay those of COMM_WORLD, which a script may use
         rank = in_host_order([greeting[0] for greeting in greetings])[rank]
     return Met(store, rank, local_rank, max(1, len(mine[1]) // sharing), first_host)
 

@@ -1,10 +1,10 @@
-"""Which ranks share a node; `apart` makes each node's ranks the default process group for a while.
+"""Finds which ranks share a node (`nodes_of`), and splits the default process group for a while (`apart`).
 
     world    0 1 2 3          one group
-    apart    0 1 | 0 1        the same processes, a group for each node
+    apart    0 1 | 0 1        the same processes, a group for each part, such as each node
     world    0 1 2 3          again
 
-What this does not do: nodes with unequal numbers of ranks, or ranks dealt to hosts in turns; both are refused.
+What this does not do: nodes with unequal numbers of ranks, or ranks placed on hosts in turns; both are refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _TIMES = count()  # every rank parts as often as the others
 
 
 def nodes_of(hosts: Sequence[tuple[str, int | None]]) -> list[list[int]]:
-    """Returns the ranks of each node, from each rank's (host name, local rank or None).
+    """Returns a list of each node's ranks, in order.
 
-    Local ranks decide where all have one. Raises `InputError`, with what to do, where the nodes have unequal numbers
-    of ranks, or where a node's ranks do not follow each other.
+    hosts   (host name, local rank) of each rank, in rank order; local rank None if the launcher does not tell it
+
+    Nodes are told apart by local ranks if all ranks have one, else by host names. Raises `InputError` if nodes have
+    unequal numbers of ranks, or if a node's ranks are not consecutive.
     """
-    # names of hosts may be the same on several (containers): local ranks tell them apart
+    # several hosts may have the same name (containers), which local ranks tell apart
     by_local = all(local is not None for _, local in hosts)
     rows = enumerate(hosts)
     first = [local == 0 if by_local else rank == 0 or hosts[rank - 1][0] != host for rank, (host, local) in rows]
@@ -38,14 +40,14 @@ def nodes_of(hosts: Sequence[tuple[str, int | None]]) -> list[list[int]]:
         # local ranks count from 0 within each node, in order
         in_order = [rank - node[0] for node in nodes for rank in node] == [local for _, local in hosts]
     else:
-        # each name begins once: a host that comes a second time had its ranks dealt in turns
+        # a name that begins a second run of ranks belongs to a host whose ranks are not consecutive
         in_order = len({hosts[node[0]][0] for node in nodes}) == len(nodes)
     if not in_order:
         raise InputError(
             "ranks of one host do not follow each other, as plans lay them out: deal them host by host "
             "(srun --distribution=block, mpirun --map-by slot)"
         )
-    # a cluster's text has one number of devices a node
+    # a cluster's description has one number of devices for all nodes
     if len({len(node) for node in nodes}) > 1:
         sizes = ", ".join(str(len(node)) for node in nodes)
         raise InputError(
@@ -57,11 +59,13 @@ def nodes_of(hosts: Sequence[tuple[str, int | None]]) -> list[list[int]]:
 
 @contextmanager
 def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
-    """Context: these ranks are the default process group inside; the group of all ranks is restored afterwards.
+    """Context in which `ranks` are the default process group; afterwards the group of all ranks is restored.
 
-    Collective over all ranks, each of which names the ranks of its own part. Groups made before, or inside, are gone
-    afterwards. `timeout_s`: of collectives, and of the wait for the ranks of other parts. An error inside is raised
-    without a wait for others.
+    ranks      this rank's part, in the order of their new numbers; each rank passes its own part
+    timeout_s  seconds, of collectives inside and of the wait for other parts
+
+    Collective over all ranks. Groups made before, or inside, are destroyed. After an error inside, which is raised
+    without a wait for other ranks, there is no restored group.
     """
     import torch.distributed as dist
 
@@ -69,7 +73,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=timeout_s)
 
     def be(which: str, rank: int, members: int) -> None:
-        """Open the default process group anew, of `members` ranks, over the part `which` of the store."""
+        """Opens a new default process group of `members` ranks, over the store's prefix `which`; `rank`: in it."""
         dist.init_process_group(
             _own_backend(),
             store=dist.PrefixStore(f"{name}/{which}", store),
@@ -80,7 +84,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
         take_turns()
 
     def end(which: str) -> None:
-        """Close the group once every rank has come here, by the store: until then one may still use the group."""
+        """Destroys the group once every rank of the world has called this, since one may still be using it."""
         store.set(f"{name}/{which}/{rank}", "")
         store.wait([f"{name}/{which}/{other}" for other in range(size)], timeout)
         dist.destroy_process_group()
@@ -93,7 +97,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
 
 
 def _own_backend() -> Any:
-    """Returns the backend of `join`, on the device this rank has."""
+    """Returns the backend text that `join` uses, for this rank's current device."""
     from shardwise.device import current_device
 
     return _backend(current_device().index or 0)

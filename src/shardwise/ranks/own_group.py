@@ -1,4 +1,4 @@
-"""A script that sets up a process group, on ranks that have one: it finds theirs, and leaves it when it is done."""
+"""Lets a script call `init_process_group` and `destroy_process_group` on ranks that already have a process group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 @contextmanager
 def own_group(*, alone: bool) -> Iterator[None]:
-    """Context: a script that sets up a process group finds this process's in the place of its own.
+    """Context in which `init_process_group` keeps an existing group and `destroy_process_group` does nothing.
 
-    alone   it is the one process of a proof, in no group until then
+    alone   Whether the script runs as one process: then there is no group inside until the script asks for one
+
+    Afterwards there is a group in any case, of one process if there was none.
     """
     begin, end = dist.init_process_group, dist.destroy_process_group
 
@@ -21,7 +23,7 @@ def own_group(*, alone: bool) -> Iterator[None]:
         if not dist.is_initialized():
             begin("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    # the group that this process was started with: a script that runs alone finds none until it sets one up
+    # destroy the group that this process was started with: a script in one process must find none
     if alone and dist.is_initialized():
         end()
     dist.init_process_group, dist.destroy_process_group = join, lambda *args, **kwargs: None
@@ -29,4 +31,4 @@ def own_group(*, alone: bool) -> Iterator[None]:
         yield
     finally:
         dist.init_process_group, dist.destroy_process_group = begin, end
-        join()  # whoever started this process ends it
+        join()  # the code that started this process expects a group and destroys it

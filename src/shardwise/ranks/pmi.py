@@ -20,7 +20,7 @@ _KEY = "shardwise"
 
 
 def served(fd_text: str) -> bool:
-    """Whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
+    """Whether `fd_text`, the value of PMI_FD, is an open socket (a wrapper of this process may have closed it)."""
     try:
         return stat.S_ISSOCK(os.fstat(int(fd_text)).st_mode)
     except (ValueError, OSError):
@@ -28,9 +28,13 @@ def served(fd_text: str) -> bool:
 
 
 def exchange(fd_text: str, rank: int, mine: str, timeout_s: float) -> str:
-    """Returns rank 0's `mine` (printable, without spaces, below 1000 characters), on every rank. Collective.
+    """Returns, on every rank, the text that rank 0 passed as `mine`. Collective.
 
-    Raises `RunError` where ranks do not come in `timeout_s` or mpirun hangs up, `InputError` for another protocol.
+    fd_text    value of PMI_FD; `rank`: this process's rank
+    mine       printable text without spaces, below 1000 characters; other ranks' are ignored
+    timeout_s  seconds to wait for the other ranks
+
+    Raises `RunError` if ranks do not come in time or mpirun closes the connection, `InputError` if it is not PMI-1.
     """
     with socket.socket(fileno=os.dup(int(fd_text))) as wire:
         wire.settimeout(timeout_s)
@@ -46,7 +50,7 @@ def exchange(fd_text: str, rank: int, mine: str, timeout_s: float) -> str:
 
 
 def _talk(wire: socket.socket, rank: int, mine: str) -> str:
-    """Returns what rank 0 puts (`mine`), after a barrier of all ranks."""
+    """Runs the PMI-1 dialogue of this module's docstring; returns the value that rank 0 has put."""
     _ask(wire, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
     space = _ask(wire, "cmd=get_my_kvsname", "my_kvsname")["kvsname"]
     if rank == 0:
@@ -58,7 +62,10 @@ def _talk(wire: socket.socket, rank: int, mine: str) -> str:
 
 
 def _ask(wire: socket.socket, words: str, expected: str) -> dict[str, str]:
-    """Send one command; returns its answer's fields. `InputError` for another than `expected`, `RunError` for none."""
+    """Sends one command `words`; returns the answer's {field: value}.
+
+    Raises `InputError` unless the answer's "cmd" is `expected` with "rc" 0, `RunError` if the connection is closed.
+    """
     wire.sendall(f"{words}\n".encode())
     answer = b""
     while not answer.endswith(b"\n"):

@@ -1,8 +1,8 @@
 """`RankPool`: rank processes that are started once and serve many short runs.
 
-torch keeps meshes, classes and plans of communication in tables of its own, which hold process groups and their
-threads. They are emptied after each job, hooks hold weak references, and what a job imported is set aside, so that a
-collection costs little. An engine that is closed ends its own groups.
+torch caches meshes, classes and communication plans in global tables, which keep process groups and their threads
+alive. The tables are emptied after each job, and modules that a job imported are exempt from garbage collection, so
+that a collection costs little. An engine that is closed destroys its own groups.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from shardwise.ranks.pool_messages import OWN, RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
-GRACE_S = 5.0  # what the other ranks get after a first failure
-CLEAN_LIMIT_S = 10.0
+GRACE_S = 5.0  # seconds that the other ranks have to report after a first failure
+CLEAN_LIMIT_S = 10.0  # seconds that a rank has to clean up after a job; then it is killed
 
 
 class RankPool:
-    """Runs functions on ranks. Processes grow on demand and are reused; each run has a process group of its own.
+    """A set of rank processes that run functions. Processes are started on demand and reused.
 
         with RankPool() as pool:
             sums = pool.run(add_ranks, 4)
 
-    `threads` is each rank's number of torch threads. `quiet` throws the ranks' output away.
-    `accelerators` gives each rank the accelerator of its number, and their own backend where there is one for each;
-    with `own_backend` where they share them too.
+    threads       number of torch threads of each rank
+    quiet         Whether the ranks' output is discarded
+    accelerators  Whether rank N takes accelerator N, and groups use its backend (NCCL) if each rank has one of its own;
+                  without it groups use gloo
+    own_backend   Whether groups use the accelerator's backend even if several ranks share a device
+
+    Each run has a process group of its own.
     """
 
     def __init__(self, threads: int = 1, *, quiet: bool = False, accelerators: bool = False, own_backend: bool = False):
@@ -47,15 +51,15 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Returns the process ids of the ranks that wait for work, in rank order of the next run."""
+        """Returns the process ids of idle ranks, in the order of their ranks in the next run."""
         return [process.pid for process in self._idle]
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on every rank; returns the results in rank order.
+        """Calls `function(*args)` on `world_size` ranks; returns the results in rank order.
 
-        The function is found by name in the ranks, so it must stand at the top level of a module. An error on a rank
-        is raised here: shardwise's own errors as they are, all others as RunError; both carry `rank` and
-        `remote_traceback`. The clock of `timeout_s` starts when all ranks are up; `RunError` when it is over, or for a
+        The function is pickled by name, so it must stand at the top level of a module. An error on a rank is raised
+        here, an error of shardwise with its own class and any other as RunError; both have `rank` and
+        `remote_traceback`. `RunError` also after `timeout_s` seconds, which count from when all ranks are up, or for a
         hang. `InputError` for a closed pool, or ranks that cannot be started here.
         """
         if self._closed:
@@ -77,7 +81,11 @@ class RankPool:
         return unpack(outcome, world_size, name, timeout_s)
 
     def _supervise(self, ranks: dict[int, RankProcess], call: bytes, timeout_s: float) -> Outcome:
-        """Returns the outcome of a call on these ranks, which meet over a store and are watched for hangs."""
+        """Runs a packed call on these ranks, which are watched for hangs; returns the outcome.
+
+        ranks      rank -> its process; `call`: as `pack_call` returns it
+        timeout_s  seconds until the run ends as late
+        """
         with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {
@@ -92,7 +100,7 @@ class RankPool:
         return outcome
 
     def _take_back(self, ranks: dict[int, RankProcess], outcome: Outcome) -> None:
-        """Keep the ranks that reported and cleaned up; end the others, the next run starts new ones."""
+        """Puts ranks that reported and cleaned up back among the idle ones; kills the others."""
         for rank in outcome.results:
             ranks[rank].say(RELEASE)
         for rank in outcome.stacks:
@@ -109,7 +117,10 @@ class RankPool:
         self._idle = kept + self._idle
 
     def _grow(self, world_size: int, imports: str) -> None:
-        """Replace idle processes that have died since the last run, and start those that `world_size` lacks."""
+        """Removes idle processes that have died, and starts new ones until there are `world_size`.
+
+        imports   module of the function, which the first ranks may import once for all
+        """
         # a rank that died, or whose device failed, would fail the next job too
         for process in [process for process in self._idle if not process.is_usable()]:
             process.kill()
@@ -117,7 +128,7 @@ class RankPool:
         fresh = [self._start(imports) for _ in range(world_size - len(self._idle))]
         until = time.monotonic() + START_LIMIT_S
         for rank, process in enumerate(fresh, start=len(self._idle)):
-            # one that does not start ends all: the others would wait to meet it
+            # one that does not start ends the run, since the others would wait for it
             if not process.wait_ready(until):
                 error = start_error(rank, process.exit_code(wait_s=1.0))
                 for other in fresh:
@@ -126,7 +137,7 @@ class RankPool:
         self._idle += fresh
 
     def _start(self, imports: str) -> RankProcess:
-        """Returns a new rank process; its output goes nowhere where the pool is quiet."""
+        """Returns a new rank process; its output is discarded if the pool is quiet."""
         self._started += 1
         name = f"shardwise-rank-{self._started}"
         if not self.quiet:
@@ -138,7 +149,7 @@ class RankPool:
             os.close(nowhere)
 
     def close(self) -> None:
-        """End the ranks. Safe to call twice."""
+        """Ends all idle ranks; the pool cannot run again. Safe to call twice."""
         self._closed = True
         leaving, self._idle = self._idle, []
         for process in leaving:

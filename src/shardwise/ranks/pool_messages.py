@@ -15,21 +15,21 @@ from shardwise.errors import InputError
 READY = b"ready"  # rank -> caller: the process is up
 IDLE = b"idle"  # rank -> caller: the process group is gone, give me the next job
 RELEASE = b"release"  # caller -> rank: every rank has reported, the process group may go
-OWN = "own"  # in the place of a backend: the accelerator\'s own
+OWN = "own"  # value of `RankCall.backend` that asks for the accelerator's own backend
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """One function call on one rank, with all that makes the rank look like the caller."""
+    """One function call on one rank, with the caller's environment, directory and search path."""
 
     rank: int
     world_size: int
     store: str  # path of the FileStore
-    backend: str | None  # None: choose by the devices of this machine; OWN: the accelerator's, though ranks share it
+    backend: str | None  # None: chosen by this machine's devices; OWN: the accelerator's, even if ranks share a device
     threads: int  # of torch in the rank
     group_timeout_s: float | None  # of its process group's collectives; None: torch's own
     search_path: list[str]  # Python's, as the caller has it
-    directory: str  # in which the caller stands
+    directory: str  # the caller's working directory
     environment: dict[str, str]
     call: bytes  # pickled (function, args)
     record: str = ""  # path of this rank's record, without its number; "": nobody watches
@@ -42,11 +42,11 @@ class Failure:
 
     rank: int
     at: float  # seconds of the monotonic clock, which all processes of a machine share
-    headline: str
-    message: str
+    headline: str  # "CLASS: message", or how the process died
+    message: str  # of the exception
     traceback: str = ""
-    died: bool = False  # the process ended without a word
-    own_class: bytes | None = None  # the pickled class, when it is one of shardwise's errors
+    died: bool = False  # whether the process ended without a report
+    own_class: bytes | None = None  # the pickled class of one of shardwise's errors; None: another exception
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,27 @@ class Report:
 
     result: bytes | None
     failure: Failure | None
-    spent: bool = False  # the process is in no state for another job
+    spent: bool = False  # whether the process must not take another job
 
 
 class _ByValue(pickle.Pickler):
-    """Pickler that copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
+    """A pickler that writes tensors by value, only the elements in view and from the CPU, and shares no memory."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Returns how pickle is to write a tensor: its own elements on the host; NotImplemented leaves it to torch."""
+        """Returns pickle's reduction of a tensor as CPU elements; NotImplemented leaves `value` to torch or pickle."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
-        # sparse tensors and those without values have no buffer of elements to copy
+        # sparse and meta tensors have no buffer of elements to copy
         if value.layout != torch.strided or value.device.type == "meta":
             return NotImplemented
         from shardwise.device import on_host  # here, since it imports torch
 
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        # else a copy: of a view alone and not all of its storage, off the device, without a graph
-        # nothing to leave out: quickly where a tensor is its elements alone, else (hooks, names) by torch
+        # the storage holds just these elements: a plain tensor is written fast, others (hooks, names) by torch
         if on_host(value.device) and whole and value.is_leaf:
             return _as_bytes(value) if _is_plain(value) else NotImplemented
+        # else copy the elements in view: off the device, without autograd graph, without the rest of the storage
         copy = value.detach().cpu().clone()
         if isinstance(value, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
@@ -83,7 +83,7 @@ class _ByValue(pickle.Pickler):
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Returns whether a tensor is nothing but its dtype, shape and elements."""
+    """Whether a tensor has nothing beyond dtype, strides and elements: no hooks, names, attributes, lazy bits."""
     import torch
 
     lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or any(getattr(tensor, "names", ()))
@@ -91,7 +91,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _as_bytes(tensor: Any) -> tuple:
-    """Returns a plain tensor as (`_from_bytes`, its arguments), for pickle: torch's own writes files, slower."""
+    """Returns pickle's reduction (`_from_bytes`, arguments) of a plain CPU tensor, which is faster than torch's."""
     storage = tensor.untyped_storage()
     shape, strides = tuple(tensor.shape), tensor.stride()
     held = ctypes.string_at(storage.data_ptr(), storage.nbytes())
@@ -99,7 +99,10 @@ def _as_bytes(tensor: Any) -> tuple:
 
 
 def _from_bytes(held: bytes, dtype: Any, offset: int, shape: tuple, strides: tuple, requires_grad: bool) -> Any:
-    """Returns the tensor of `_as_bytes`, in memory of its own that may be resized, as zero=3 does with weights."""
+    """Returns the tensor that `_as_bytes` described, in a storage of its own that can be resized (ZeRO-3 does that).
+
+    held     bytes of the whole storage; `offset`, `shape`, `strides`: of the tensor, in elements
+    """
     import torch
 
     storage = torch.UntypedStorage(len(held))
@@ -108,14 +111,14 @@ def _from_bytes(held: bytes, dtype: Any, offset: int, shape: tuple, strides: tup
 
 
 def dumps(value: Any) -> bytes:
-    """Returns a value pickled by value: torch.multiprocessing shares file descriptors, which die with the rank."""
+    """Returns the value pickled, with tensors copied: torch.multiprocessing's shared memory ends with the rank."""
     stream = io.BytesIO()
     _ByValue(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     return stream.getvalue()
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns the call as bytes.
+    """Returns (function, args) pickled.
 
     Raises `InputError` for a function that the ranks could not find by name, or arguments that cannot be pickled.
     """

@@ -1,4 +1,4 @@
-"""The caller's handle on one rank's process: start it, talk to it, ask for its stack, end it."""
+"""`RankProcess`, the caller's handle on one rank's process, and checks before ranks are started."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ SMALLER = (
     "start a large plan on its own hosts (torchrun, srun, mpirun), prove it in small with `verify --shrink`, or take a "
     "smaller plan here"
 )
-LEAST_RANK_BYTES = 32 * 2**20  # of its own, beside what all share: a process group, and tensors of no size
-OWN_FILES, FILES_OF_A_RANK = 32, 5  # that the process which starts ranks has open; counted: 9, and 5 for each rank
+LEAST_RANK_BYTES = 32 * 2**20  # private memory of a rank without a model: a process group and empty tensors
+OWN_FILES, FILES_OF_A_RANK = 32, 5  # open files of the starting process: counted 9 of its own, and 5 for each rank
 STARTED_BY_IMPORT = 96  # exit code of a rank whose import of the script started ranks
 _WORKER_FILE = str(Path(serve.__code__.co_filename))
 
 
 class RankProcess:
-    """One process that runs jobs. `output` and `errors` are file descriptors for its stdout and stderr.
+    """A handle on one rank process, which is started when an instance is made.
 
-    `imports` names what it will run: if it is one of shardwise's modules, the first ranks share its import.
-    Raises `InputError` as `refuse_where_impossible`, `RunError` where processes cannot be forked.
+    name             name of the process
+    output, errors   file descriptors for its stdout and stderr
+    imports          module of the function that it will run; one of shardwise's is imported once for the first ranks
+
+    Raises `InputError` as `refuse_where_impossible`, `RunError` if processes cannot be forked.
     """
 
     def __init__(self, name: str, output: int = 1, errors: int = 2, *, imports: str = ""):
@@ -77,15 +80,15 @@ class RankProcess:
         return self.channel
 
     def is_usable(self) -> bool:
-        """Whether the idle process is alive: it sends nothing by itself, so a readable channel means its end."""
+        """Whether the idle process is alive. It sends nothing unasked, so a readable channel means that it ended."""
         return not self.channel.poll() and self.process.exitcode is None
 
     def wait_ready(self, until: float) -> bool:
-        """Wait until the process says that it is ready; False where it died or `until` (monotonic clock) has passed."""
+        """Waits until the process is ready; returns False if it died or `until` (monotonic clock) has passed."""
         return self._expect(READY, until)
 
     def wait_idle(self, until: float) -> bool:
-        """Wait until the process has cleaned up its last job; False where it has ended or `until` has passed."""
+        """Waits until the process has cleaned up after a job; returns False if it ended or `until` has passed."""
         return self._expect(IDLE, until)
 
     def _expect(self, word: bytes, until: float) -> bool:
@@ -98,39 +101,39 @@ class RankProcess:
         self.say(pickle.dumps(job))
 
     def say(self, message: bytes) -> None:
-        """Send a message; a rank that is gone is noticed by whoever waits for its answer."""
+        """Sends a message; does nothing if the rank has ended, which shows when its answer is awaited."""
         try:
             self.channel.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def read_report(self) -> Report | None:
-        """Returns the report that waits in the channel, None when the process ended instead of sending one."""
+        """Returns the next report in the channel (waits for it); None if the process ended without one."""
         try:
             return pickle.loads(self.channel.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """Returns the exit code, negative for a signal; None if the process is alive after `wait_s`."""
+        """Returns the exit code, -N for signal N; None if the process is alive after `wait_s` seconds."""
         self.process.join(wait_s)
         return self.process.exitcode
 
     def dump(self) -> str:
-        """Returns the text of all stacks that this process has written so far, when asked for them."""
+        """Returns the text of all stacks that the process has written into its stack file so far."""
         size = os.fstat(self._stacks.fileno()).st_size
         return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
 
     def stack(self) -> str:
-        """Returns the stacks of `dump` for a reader, without frames of the rank's own machinery."""
+        """Returns the stacks of `dump` in readable form, without frames and threads of shardwise's worker."""
         return readable(self.dump(), (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
 
     def crash(self) -> str:
-        """Returns the stack of this process's crash (a segmentation fault, an abort); "" where it ended otherwise."""
+        """Returns the stack of the process's crash (a segmentation fault, an abort); "" if it did not crash."""
         return readable(crash_in(self.dump()), (_WORKER_FILE,))
 
     def ask_to_stop(self) -> None:
-        """Request that the job end by itself, where it listens for that (SIGUSR2)."""
+        """Sends SIGUSR2, which asks the job to end by itself if it listens for that signal."""
         self._signal(signal.SIGUSR2)
 
     def end_at_once(self) -> None:
@@ -140,18 +143,18 @@ class RankProcess:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process by its pid and close what belongs to it."""
+        """Kills the process, waits up to 10 s for its end, and closes the caller's files."""
         self._signal(signal.SIGKILL)
         self.process.join(10)
         self.dispose()
 
     def dispose(self) -> None:
-        """Close the caller's ends; an idle process takes this as the end of its service."""
+        """Closes the channel and the stack file; an idle process ends when its channel is closed."""
         self.channel.close()
         self._stacks.close()
 
     def _signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Sends the signal `number` to the process, unless it has ended."""
         if self.process.exitcode is None:
             try:
                 os.kill(self.pid, number)
@@ -160,14 +163,14 @@ class RankProcess:
 
 
 def _start_fork_server() -> None:
-    """Start the process that forks ranks, where there is none yet; it and they leave Ctrl-C to this one.
+    """Starts Python's fork server, which forks ranks, with Ctrl-C and SIGTERM blocked; does nothing if it runs.
 
-    It leaves SIGTERM to this process too: with it would go what is known of the ranks, and `timeout` sends it to all.
-    The mask is inherited. Python's fork server ignores the signal only after it has imported what ranks share. The
-    tracker of resources is started first, since that lets the signal through again. It removes what ranks that are
-    ended leave behind (semaphores of a loader's workers); its warning of them would stand below the message on a cause.
+    `timeout` sends SIGTERM to the whole process group; a fork server that ended by it would take the exit codes of
+    ranks with it. Signals are blocked before the start, and the mask is inherited, since the fork server ignores Ctrl-C
+    only after its imports. The resource tracker is started first, since starting it unblocks the signals. It removes
+    what ended ranks leave behind (semaphores of a loader's workers); its warning would follow the message of the cause.
     """
-    sys.warnoptions.append(TIDIED)  # which are its words at its start
+    sys.warnoptions.append(TIDIED)  # the tracker inherits this process's warning options
     try:
         resource_tracker.ensure_running()
     finally:
@@ -180,7 +183,10 @@ def _start_fork_server() -> None:
 
 
 def refuse_beyond_memory(ranks: int, what: str = "ranks", remedy: str = SMALLER) -> None:
-    """Raises `InputError` before more ranks (or `what`) are started than this machine holds with nothing in them."""
+    """Raises `InputError` if this machine's memory is less than `ranks` times `LEAST_RANK_BYTES`.
+
+    what, remedy   parts of the message: what is started, and what to do
+    """
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if ranks * LEAST_RANK_BYTES > here:
         raise InputError(
@@ -190,9 +196,9 @@ def refuse_beyond_memory(ranks: int, what: str = "ranks", remedy: str = SMALLER)
 
 
 def allow_files(ranks: int) -> None:
-    """Let this process and its ranks open as many files as the system allows: each rank is connected to all others.
+    """Sets the limit of open files of this process and its ranks to the hard limit, since each rank connects to all.
 
-    Raises `InputError` where that is fewer than this process opens for so many ranks.
+    Raises `InputError` if the hard limit is lower than what this process opens for so many ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -206,7 +212,7 @@ def allow_files(ranks: int) -> None:
 
 
 def _hidden() -> str:
-    """Returns a sentence on the user's files that hide modules of Python by their names; "" where none does."""
+    """Returns a sentence that names the user's files that shadow modules of Python's library; "" if none does."""
     # the user's own folders: the installation's modules are what would be hidden
     folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
     files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
@@ -215,7 +221,10 @@ def _hidden() -> str:
 
 
 def leave_where_imported(said: str = "") -> None:
-    """End this process where another has spawned it and it imports the script still; `said` goes to its stderr."""
+    """Ends this process if it is a spawned child that is still importing the script; `said` is written to stderr.
+
+    Otherwise a script without `if __name__ == "__main__":` would start ranks within ranks.
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.stderr.write(said)
         sys.stderr.flush()
@@ -223,8 +232,11 @@ def leave_where_imported(said: str = "") -> None:
 
 
 def refuse_where_impossible() -> None:
-    """Raises `InputError` without a fork server or for a program on stdin; ends a rank that imports its script."""
-    leave_where_imported()  # the process that started this one tells, once
+    """Raises `InputError` if there is no fork server or the program is read from stdin.
+
+    Ends this process if it is a rank that is still importing the script.
+    """
+    leave_where_imported()  # the process that started this one reports it, once
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")
     main = getattr(sys.modules.get("__main__"), "__file__", None)

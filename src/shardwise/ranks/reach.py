@@ -1,9 +1,9 @@
-"""Whether hosts reach each other over the ports that ranks will talk over, found in seconds: gloo may wait for hours.
+"""Checks within seconds that hosts reach each other's ports, where gloo would wait for minutes or hours.
 
     first rank of each host    listens on a port of the system's choice ──store──> the next few hosts connect to it
 
-gloo's own ports are of the same range (Linux: net.ipv4.ip_local_port_range). Where a firewall drops what comes to them,
-gloo tries for seven minutes and then waits as long as collectives may take.
+gloo's own ports are of the same range (Linux: net.ipv4.ip_local_port_range). If a firewall drops packets to them, gloo
+tries for seven minutes and then waits for the timeout of collectives.
 
 What this does not do: look at the network of an accelerator's own backend (NCCL's interfaces).
 """
@@ -17,35 +17,39 @@ from typing import Any
 
 from shardwise.ranks.interfaces import agree, own_addresses, talk_over_reachable, unreachable
 
-NEXT = 8  # hosts that each connects to: with thousands, all of them would take as many seconds
-CONNECT_S = 15.0  # three times that a lost packet is sent again
+NEXT = 8  # hosts that each host connects to; connecting to thousands would take as many seconds
+CONNECT_S = 15.0  # seconds; enough for three retransmissions of a lost packet
 _POLL_S = 0.02
 
 
 def talk_between_hosts(store: Any, rank: int, world: int, local_rank: int, first_host: str, until: float) -> None:
-    """Have gloo take an interface that reaches the other hosts; raise `InputError` on all ranks where one reaches none.
+    """Sets an interface for gloo that reaches the other hosts, and checks that they are reached. Collective.
 
-    first_host   rank 0's, by name or address
-    until        on the monotonic clock: how long ranks wait for each other
-    Collective over the store.
+    store        shared by all ranks, through which they meet
+    rank, world  this rank and the number of ranks; `local_rank`: on its host
+    first_host   name or address of rank 0's host
+    until        time of the monotonic clock until which ranks wait for each other
+
+    Raises `InputError` on all ranks if a host does not reach another.
     """
     talk_over_reachable(first_host)
-    with _listener() as listener:  # open until all have agreed
+    with _listener() as listener:  # open until all ranks have tried
         problem = unreachable(first_host)
-        # asked in any case, since the others wait for this rank in it; with a problem of its own no host is tried
+        # called even if this rank has a problem (then without own addresses), since the others wait for it there
         silent = unanswered(store, world, local_rank == 0, listener, until, [] if problem else own_addresses())
         agree(store, rank, world, problem or silent, until)
 
 
 def unanswered(store: Any, world: int, first: bool, listener: socket.socket, until: float, own: list[str]) -> str:
-    """Returns which other host does not answer the first rank of this one, as text. Collective.
+    """Returns a message on the first of the next `NEXT` hosts that does not answer; "" if all do. Collective.
 
-    "" where all do, on other ranks of this host, without `own`, and where ranks are missing at `until`.
-
-    own   addresses at which this host is reached; none: it says by itself why
+    first      Whether this is its host's first rank; on other ranks the result is ""
+    listener   socket to which other hosts connect
+    until      time of the monotonic clock; if ranks are still missing then, the result is ""
+    own        addresses of this host; []: unknown, and the result is ""
     """
     mine = -1
-    # one rank of a host speaks for it; the others only count as come
+    # one rank of each host listens and connects; the others are only counted
     if first:
         mine = store.add("reach/hosts", 1) - 1
         place = [socket.gethostname(), listener.getsockname()[1], own]
@@ -54,7 +58,7 @@ def unanswered(store: Any, world: int, first: bool, listener: socket.socket, unt
     while came < world and time.monotonic() < until:
         time.sleep(_POLL_S)
         came = store.add("reach/came", 0)
-    if not first or not own or came < world:  # who did not come is told by others
+    if not first or not own or came < world:  # missing ranks are reported elsewhere
         return ""
     hosts = store.add("reach/hosts", 0)
     for step in range(1, min(hosts, NEXT + 1)):

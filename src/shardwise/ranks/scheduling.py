@@ -1,4 +1,4 @@
-"""Set the scheduling policy of ranks that share CPU cores, so that threads that wake do not preempt.
+"""Sets the scheduling policy of ranks that share CPU cores, so that waking threads do not preempt others.
 
 A blocking collective of gloo passes through four threads, each woken by the one before. Under Linux's default policy
 a thread that wakes may take the core from one that it should wait for, or wait for its time slice of 3 to 4 ms:
@@ -13,9 +13,9 @@ import os
 
 
 def take_turns() -> None:
-    """Schedule this rank's threads, and those they start, as batch work: where ranks meet on CPUs, and on Linux.
+    """Sets SCHED_BATCH for this rank's threads and those they start, if the group's collectives run on CPUs (Linux).
 
-    A policy that somebody chose for a thread (real time, idle) is kept. The process group must be open.
+    A policy other than the default one (real time, idle) is kept. The process group must be open.
     """
     import torch.distributed as dist
 

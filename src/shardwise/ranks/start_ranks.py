@@ -1,4 +1,4 @@
-"""`launch`: start a run's processes and their logs; the first failure ends them. Hangs: supervise, diagnose."""
+"""`launch` starts a run's rank processes and their logs; the first failure ends all. Hangs: ranks/supervise."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shardwise.ranks.pool_messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
-TOGETHER_S = 1.0  # SIGTERMs that are no further apart are one request
-GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
+TOGETHER_S = 1.0  # seconds within which a SIGTERM repeats the first signal instead of being a second request
+GRACE_S = 2.0  # seconds after a first failure in which other ranks may report the true cause before they are ended
 
 
 @dataclass(frozen=True)
 class RankEvent:
-    """An event of a rank: `started`, `finished` or `failed`. `text` is the failure in one line."""
+    """An event of a rank. `kind`: "started", "finished" or "failed"; `text`: the failure in one line, else ""."""
 
     kind: str
     rank: int
-    pid: int  # of its process
+    pid: int  # of the rank's process
     text: str = ""
 
 
@@ -38,19 +38,20 @@ def launch(
     stop_wait_s: float = 5.0, on_stop: Callable[[str], None] | None = None, deadlines: Deadlines | None = None,
     name: str | None = None, imports: str = "",
 ) -> list[Any]:  # fmt: skip
-    """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
+    """Calls `function(*args)` in `world_size` new processes of this machine; returns the results in rank order.
 
-    Rank 0 writes to this process's stdout and stderr; so do the others, unless `log_dir` is given: then rank N
-    writes to `log_dir/rankN.log`. A failing rank ends the run: the others get SIGTERM, and SIGKILL `stop_wait_s`
-    later; its error is raised as by `RankPool.run`, and `RunError` after `timeout_s` (None: no limit). Ctrl-C and
-    SIGTERM to this process end the ranks the same way before they take effect here.
+    Rank 0 writes to this process's stdout and stderr. So do the others, unless `log_dir` is given; rank N then writes
+    to `log_dir/rankN.log`. A failing rank ends the run: the others get SIGTERM, and SIGKILL `stop_wait_s` seconds
+    later. Its error is raised as by `RankPool.run`, and `RunError` after `timeout_s` seconds (None: no limit). Ctrl-C
+    and SIGTERM to this process end the ranks the same way before they take effect here.
 
-    on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
-              this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them; but
-              Ctrl-C before any rank began a step ends them at once, as does what a signal to all of them ends
-    deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
-    name      what a failure calls the function
-    imports   the module of shardwise that the function imports first, where that is another than its own
+    on_event  called with a `RankEvent` as a rank starts or ends
+    on_stop   given if the function ends by itself after SIGUSR2. The first Ctrl-C, SIGTERM or SIGUSR1 to this process
+              then calls `on_stop` with the signal's name and sends SIGUSR2 to the ranks; only a second one ends them.
+              Ctrl-C before any rank began a step ends them at once
+    deadlines seconds in which a rank must do something, by phase; None: only ranks that can never go on are found
+    name      name of the function in messages; None: its own
+    imports   module of shardwise that the fork server imports for all ranks; "": the function's module
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
@@ -69,7 +70,7 @@ def launch(
                 _end_early(asked)
                 raise
             finally:
-                _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # those leave SIGTERM to this process
+                _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # with on_stop, ranks ignore SIGTERM
     finally:
         for fd in logs.values():
             os.close(fd)
@@ -84,7 +85,7 @@ def launch(
 
 
 def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[int, int]:
-    """Returns {rank: file descriptor of its log} of ranks 1 and up, {} without a folder; logs are continued."""
+    """Returns {rank: file descriptor of its log} of ranks 1 and up, {} if `log_dir` is None; logs are appended to."""
     if log_dir is None:
         return {}
     folder = Path(log_dir)
@@ -100,7 +101,12 @@ def _start_all(
     on_event: Callable[[RankEvent], None] | None,
     imports: str,
 ) -> None:
-    """Start the ranks into `ranks`, in place: whatever goes wrong on the way, the caller can end those that run."""
+    """Starts the rank processes and waits until they are ready; raises if one does not start.
+
+    ranks    filled in place, so that the caller can end those that run if an error is raised
+    logs     rank -> file descriptor of its log; ranks without one share this process's output
+    imports  module that the fork server imports for all ranks
+    """
     for rank in range(world_size):
         ranks[rank] = RankProcess(f"shardwise-rank-{rank}", logs.get(rank, 1), logs.get(rank, 2), imports=imports)
     until = time.monotonic() + START_LIMIT_S
@@ -115,7 +121,10 @@ def _supervise(
     ranks: dict[int, RankProcess], call: bytes, timeout_s: float | None, on_event: Callable[[RankEvent], None] | None,
     asked: _Asked, deadlines: Deadlines | None,
 ) -> Outcome:  # fmt: skip
-    """Run the call on all ranks; returns their outcome."""
+    """Runs a packed call on all ranks and watches them; returns their outcome. Parameters as `launch`.
+
+    asked   event that makes `watch` ask ranks to stop; its `begun` is set here
+    """
 
     def notice(kind: str, rank: int, text: str) -> None:
         if on_event:
@@ -144,7 +153,7 @@ def _threads(world_size: int) -> int:
 
 
 def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
-    """Wait for ranks that are leaving, ask the rest to, and leave no process behind whatever happens meanwhile."""
+    """Ends all ranks: waits 0.2 s, sends SIGTERM, waits `stop_wait_s` seconds, and kills those that remain."""
     try:
         until = time.monotonic() + 0.2
         for process in ranks.values():
@@ -160,32 +169,32 @@ def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Returns the signals that ask a run to save and end; a lost terminal's unless nohup has set it aside."""
+    """Returns the signals that ask a run to save and end; SIGHUP is among them unless it is ignored (nohup)."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *(() if stays else (signal.SIGHUP,)))
 
 
 class HeardSignals:
-    """Tells which stop signal is a run's first, and which is another one."""
+    """Distinguishes the first stop signal of a run from repetitions of it and from further requests."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
 
     def hear(self, number: int) -> str:
-        """Returns "first"; or "same", of a SIGTERM that comes with the first signal; or "another"."""
+        """Returns "first", "same" (a SIGTERM within `TOGETHER_S` s of the first) or "another" for signal `number`."""
         now = time.monotonic()
         if self._first_s is None:
             self._first_s = now
             return "first"
-        # `timeout` and batch systems send it to a process and to its group; Ctrl-C twice at once is meant
+        # `timeout` and batch systems send SIGTERM to a process and to its group; a fast second Ctrl-C is intended
         return "same" if number == signal.SIGTERM and now - self._first_s < TOGETHER_S else "another"
 
 
 class _Asked(threading.Event):
-    """The event that ranks are asked to stop.
+    """An event that is set when ranks are to be asked to stop.
 
-    begun  () -> whether one of them has begun a step
-    early  whether none had at a SIGTERM
+    begun  () -> whether a rank has begun a step
+    early  Whether the signal was a SIGTERM that came before any rank began a step
     """
 
     early = False
@@ -196,16 +205,22 @@ class _Asked(threading.Event):
 
 
 def _end_early(asked: _Asked) -> None:
-    """End this process where a SIGTERM to all (`kill` of a group, `timeout`) ended ranks before their first step."""
+    """Ends this process by SIGTERM if that signal came before the first step.
+
+    A signal to the whole group (`timeout`) then ended the ranks too, and their failure would hide the cause.
+    """
     if asked.early:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
-    """Context: an event that a first signal sets, so that ranks are asked to stop; a second one acts as before."""
+    """Context that gives an event, which the first stop signal sets; a second signal acts as without the context.
+
+    on_stop   called with the first signal's name; None: no signal is handled
+    """
     asked = _Asked()
-    # Python lets the main thread alone set handlers
+    # only the main thread may set signal handlers
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -217,13 +232,13 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
             signal.signal(number, handler)
 
     def handle(number: int, frame: Any) -> None:
-        """Signal handler: asks ranks to stop; Ctrl-C before a first step acts as without this context."""
+        """Sets the event at the first signal; a second one, or Ctrl-C before a first step, goes to the old handler."""
         came = heard.hear(number)
         # `timeout` and batch systems send one SIGTERM to a process and to its group
         if came == "same":
             return
         early = came == "first" and not asked.begun()
-        # the signal comes again to whatever handled it before, which ends this process
+        # send the signal again to the old handler, which ends this process
         if came == "another" or (early and number == signal.SIGINT):
             restore()
             os.kill(os.getpid(), number)
@@ -242,12 +257,12 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
 
 
 class _Terminated(BaseException):
-    """Raised where SIGTERM has arrived."""
+    """Raised in the main thread when SIGTERM arrives."""
 
 
 @contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Context: SIGTERM unwinds the body, so that it ends the ranks; then whoever handled it before gets it."""
+    """Context in which SIGTERM raises an exception, so that the body ends its ranks; then the old handler gets it."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield

@@ -1,4 +1,4 @@
-"""Under a launcher: begin this rank's record and start its host's watcher process (guard/watcher)."""
+"""Begins this rank's record under a launcher, and starts its host's watcher process (guard/watcher)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BEAT_S = 1.0
 
 
 def be_watched(deadlines: Deadlines | None) -> None:
-    """Begin this rank's record; the first rank of each host starts the watcher. Once in a process.
+    """Begins this rank's record; the first rank of each host starts the watcher. Does nothing if called again.
 
-    deadlines   None: only what can never go on ends the run
+    deadlines   seconds in which a rank must do something, by phase; None: only a rank that can never go on ends the run
     """
     import torch.distributed as dist
 
@@ -45,7 +45,7 @@ def be_watched(deadlines: Deadlines | None) -> None:
     try:
         answer_with_stacks(_kept(Path(folder) / f"stacks-{rank}"), crashes=sys.__stderr__)
         record = RankRecord(Path(folder) / f"record-{rank}", rank, world)
-    except OSError:  # a container of its own under the same name, or no space: torch's timeout is left
+    except OSError:  # another container of the same host name, or no space: hangs end by torch's timeout alone
         return
     points.have(record)
     recording.begin(record)
@@ -57,7 +57,7 @@ _files: list[Any] = []
 
 
 def _kept(path: Path) -> Any:
-    """Returns a file that stays open as long as the process, for faulthandler knows its number alone."""
+    """Returns the file at `path`, kept open until the process ends, since faulthandler keeps only its descriptor."""
     _files.append(path.open("w"))
     return _files[-1]
 

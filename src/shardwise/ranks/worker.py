@@ -30,11 +30,11 @@ from shardwise.ranks.pool_messages import IDLE, OWN, READY, Failure, RankCall, R
 from shardwise.ranks.scheduling import take_turns
 
 BEAT_S = 1.0
-MOST_THREADS = 24  # of an idle process: a job whose groups are all gone leaves five
+MOST_THREADS = 24  # more threads in an idle process are those of leaked groups (without any, five are left)
 
 
 class HandedFd:
-    """A file descriptor that can be pickled for a new process, where it is open too."""
+    """A file descriptor that can be pickled into a new process, which gets an open duplicate."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -48,7 +48,11 @@ def _receive_fd(handle: Any) -> HandedFd:
 
 
 def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: HandedFd) -> None:
-    """Run a rank's process: settle, say ready, then one job after another until told to leave. Never returns."""
+    """Runs a rank's process: says READY on `channel`, then runs jobs until the caller closes it. Never returns.
+
+    stacks           file to write stacks into when asked
+    output, errors   files for this process's stdout and stderr
+    """
     code = 1
     try:
         _settle(stacks.fd, output.fd, errors.fd)
@@ -66,7 +70,10 @@ def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: Hande
 
 
 def _settle(stacks: int, output: int, errors: int) -> None:
-    """Set up the new process: it ends with its caller, leaves Ctrl-C to it, and can write its stack."""
+    """Sets up the new process so that it ends with its caller, ignores Ctrl-C, and writes its stack when asked.
+
+    stacks, output, errors   file descriptors: for stacks, stdout and stderr
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a launcher's request to stop, before the job listens for it
     answer_with_stacks(stacks)
@@ -75,15 +82,15 @@ def _settle(stacks: int, output: int, errors: int) -> None:
     unbroken_stderr()
     multiprocessing.set_start_method(None, force=True)  # a job's own processes (a loader's workers) begin as elsewhere
     threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which the process that forked it leaves to others
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the fork server, and inherited
     # what the fork server imported is never garbage: later collections need not walk it
     gc.freeze()
 
 
 def _end_with_caller() -> None:
-    """Wait for the calling process to end, by whatever means, and end too: no rank outlives its run.
+    """Ends this process as soon as the calling process has ended, in whatever way. Runs in a thread.
 
-    Meanwhile a beat each second tells whoever watches that Python's threads run.
+    Meanwhile it writes a beat into this rank's record each `BEAT_S`, which shows that Python's threads run.
     """
     caller = multiprocessing.parent_process()
     while caller is not None:
@@ -95,9 +102,10 @@ def _end_with_caller() -> None:
 
 
 def _serve_one(channel: Connection) -> bool:
-    """Run one job; returns False when it was the last. The group goes only when every rank has reported.
+    """Receives and runs one job, and reports; returns False if this process can run no further job.
 
-    A rank that failed drops its group at once: its peers notice the closed connections instead of waiting.
+    The process group is kept until the caller says that every rank has reported (RELEASE). A rank that failed drops its
+    group at once, so that its peers see closed connections instead of waiting.
     """
     job: RankCall = pickle.loads(channel.recv_bytes())
     report = _perform(job)
@@ -105,7 +113,7 @@ def _serve_one(channel: Connection) -> bool:
     channel.send_bytes(pickle.dumps(report))
     if report.failure is None:
         channel.recv_bytes()  # RELEASE
-    # a process of `launch` serves one job, and one that cannot be cleaned no further one
+    # a process of `launch` runs one job; one that cannot be cleaned up could spoil the next
     if job.once or report.spent or not _clean():
         return False
     channel.send_bytes(IDLE)
@@ -113,7 +121,7 @@ def _serve_one(channel: Connection) -> bool:
 
 
 def _perform(job: RankCall) -> Report:
-    """Returns the report of a job: the function's result, or its failure."""
+    """Runs a job's function in its process group; returns the report of its result or failure."""
     opened, record = False, None
     try:
         _look_like_caller(job)
@@ -129,12 +137,12 @@ def _perform(job: RankCall) -> Report:
     except BaseException as error:
         if record is not None:
             record.ended(False)
-        # a half-made group leaves torch counting groups from another number than its peers
+        # after a group that failed to open, torch's count of groups differs from the peers': no further job
         return Report(None, describe(job.rank, error), spent=not opened)
 
 
 def _watched(job: RankCall) -> RankRecord | None:
-    """Begin this rank's record, for the caller to watch it; returns it, None where nobody watches."""
+    """Begins this rank's record in shared memory, which the caller watches; returns it, or None if nobody watches."""
     from shardwise.comm import recording
 
     record = RankRecord(f"{job.record}{job.rank}", job.rank, job.world_size) if job.record else None
@@ -151,7 +159,7 @@ def _pack_result(result: Any) -> bytes:
 
 
 def _look_like_caller(job: RankCall) -> None:
-    """Take the caller's directory, module search path and environment, plus the variables every launcher sets."""
+    """Takes the caller's directory, module search path and environment, and sets RANK, WORLD_SIZE and the like."""
     os.chdir(job.directory)
     sys.path[:] = job.search_path
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -161,14 +169,14 @@ def _look_like_caller(job: RankCall) -> None:
     os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)  # a torchrun above us is not our rendezvous
+        os.environ.pop(name, None)  # set by a torchrun that started the caller, which these ranks do not use
 
 
 def _open_group(job: RankCall) -> None:
-    """Open the process group of a job's ranks, over a store in a file."""
+    """Opens the default process group of a job's ranks, over a FileStore."""
     import torch.distributed as dist
 
-    dist.set_debug_level_from_env()  # read at import otherwise, and the fork server imported long ago
+    dist.set_debug_level_from_env()  # torch reads it at import, which the fork server did in another environment
     store = dist.FileStore(job.store, job.world_size)
     options = {}
     if job.group_timeout_s is not None:
@@ -180,10 +188,13 @@ def _open_group(job: RankCall) -> None:
 
 
 def _shared_backend(job: RankCall) -> str:
-    """Returns gloo and the accelerator's own backend, for ranks that may share a device; `InputError` without one."""
+    """Returns the backend text of gloo and the accelerator's own, for ranks that may share a device.
+
+    Raises `InputError` if this machine has no accelerator with a backend.
+    """
     from shardwise.device import group_backend, take
 
-    # NCCL refuses two ranks of one host on a device: each is a host of its own, and messages go through its sockets
+    # NCCL refuses two ranks of one host on a device, so each pretends to be a host of its own and uses sockets
     os.environ.update(NCCL_HOSTID=f"rank-{job.rank}", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
     take(job.rank)
     backend = group_backend(None)
@@ -193,7 +204,7 @@ def _shared_backend(job: RankCall) -> str:
 
 
 def _backend_for(job: RankCall) -> str:
-    """Returns gloo, joined by the accelerator's own where each rank can have a device to itself."""
+    """Returns the backend text: gloo, with the accelerator's own if this machine has a device for each rank."""
     from shardwise.device import group_backend, take
 
     take(job.rank)
@@ -201,7 +212,7 @@ def _backend_for(job: RankCall) -> str:
 
 
 def _clean() -> bool:
-    """Reset everything that the next job could notice of this one; returns False where that is impossible."""
+    """Destroys the group and empties caches, so that the next job starts afresh; returns False if that fails."""
     import torch.distributed as dist
 
     from shardwise.device import current_device, synchronize
@@ -211,7 +222,7 @@ def _clean() -> bool:
     try:
         synchronize(current_device())
     except RuntimeError:
-        return False  # an accelerator is of no more use to a process in which one of its kernels has failed
+        return False  # after a failed kernel the process cannot use the accelerator any more
     try:
         _forget_meshes()
     except (ImportError, AttributeError):
@@ -222,45 +233,45 @@ def _clean() -> bool:
 
 
 def _is_crowded() -> bool:
-    """Whether threads of process groups that a job left still run here: each slows every later job."""
+    """Whether this process has more than `MOST_THREADS` threads: those of leaked groups slow every later job."""
     try:
         return len(os.listdir("/proc/self/task")) > MOST_THREADS
     except OSError:  # not Linux
         return False
 
 
-_imported = 0  # modules, when what they made was last set aside
+_imported = 0  # number of imported modules at the last `gc.freeze`
 
 
 def _freeze_imports() -> None:
-    """Exempt what a job imported from garbage collection, which is then ten times shorter after each later job."""
+    """Exempts objects of newly imported modules from garbage collection, which makes it ten times shorter."""
     global _imported
-    if len(sys.modules) > _imported:  # gc.get_freeze_count() walks all that is set aside: 30 ms
+    if len(sys.modules) > _imported:  # gc.get_freeze_count() would walk all frozen objects: 30 ms
         _imported = len(sys.modules)
         gc.freeze()
 
 
 def _forget_meshes() -> None:
-    """Empty DTensor's caches: equal meshes of two runs hash alike, so a cached answer would name dead groups."""
+    """Empties DTensor's caches, since equal meshes of two runs hash alike and cached results refer to dead groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     import torch
     from torch.distributed.tensor import _random, _redistribute, debug
 
     sharding = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
-    if sharding is not None:  # it keeps every class it met, and the class of a script all that the script holds
+    if sharding is not None:  # its table keeps classes of scripts alive, and through them all that scripts hold
         sharding.cls_to_fsdp_cls.clear()
     _random._rng_tracker = None
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # its planners hold meshes, and those their groups
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # planners keep meshes and their groups alive
         _redistribute.clear_redistribute_planner_cache()
     # else the recompile limit counts the compilations of earlier jobs, and silently ends compilation
     torch._dynamo.reset()
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """Returns an exception of a rank as a failure, for its caller to raise."""
+    """Returns a rank's exception as a `Failure`, which can be sent to the caller."""
     at = time.monotonic()
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -272,7 +283,7 @@ def describe(rank: int, error: BaseException) -> Failure:
 
 
 def _own_class(error: BaseException) -> bytes | None:
-    """Returns the pickled class of one of shardwise's errors, for the caller to raise again; None for all others."""
+    """Returns the pickled class if the error is one of shardwise's, for the caller to raise again; else None."""
     if not isinstance(error, ShardwiseError):
         return None
     try:
@@ -282,7 +293,7 @@ def _own_class(error: BaseException) -> bytes | None:
 
 
 def _flush() -> None:
-    """Flush what the job has printed, where the streams are still open."""
+    """Flushes stdout and stderr, if they are still open."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

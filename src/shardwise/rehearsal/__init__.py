@@ -1,1 +1,1 @@
-"""One step of one rank on tensors without values: operations counted, live bytes followed, nothing computed."""
+"""One step of one rank on fake tensors: operations are counted and live bytes followed; nothing is computed."""

@@ -1,14 +1,15 @@
-"""Recurrent layers in a trace as a GPU runs them: one call of cuDNN for each layer and direction, not one op a step.
+"""Recurrent layers in a trace as a GPU runs them: one op for each layer and direction, not one op a time step.
 
     torch._VF.lstm, gru, rnn_tanh, rnn_relu      padded or packed    ->  for each layer and direction:
-        recurrent(x, states, weights)            output (rows, H), last states, and what backward reads of the rows
-        recurrent_backward(...)                  gradients of all three
+        recurrent(x, states, weights)            output (tokens, H), last states, and the reserve that backward reads
+        recurrent_backward(...)                  gradients of x, states and weights
 
-`states` (n, B, H) is the hidden state and, in an LSTM, the cell. Of each row of a layer its backward reads the gates
-and the cell, (gates + 1) x H numbers of an LSTM and of a GRU, which has an inner term besides its gates; of others H.
+A token is one time step of one sequence. `states` (n, B, H) is the hidden state and, in an LSTM (n = 2), the cell. For
+each token the reserve holds gates and cell, (gates + 1) x H numbers, in an LSTM and in a GRU (whose "+ 1" is the inner
+term of its candidate); in a plain RNN it holds H numbers.
 
-What this does not do: know which of its algorithms cuDNN takes (a persistent one is faster where the state is small),
-run layers beside each other as it does, be differentiated twice (cuDNN cannot), project states (`proj_size`).
+What this does not do: know which of its algorithms cuDNN takes (a persistent one is faster if the state is small),
+run layers beside each other as cuDNN does, be differentiated twice (cuDNN cannot), project states (`proj_size`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from torch import Tensor
 
 from shardwise.part.levels import Distributed
 
-RECURRENT: dict[Any, int] = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}  # gates of each
+RECURRENT: dict[Any, int] = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}  # number of gates
 
 
 @torch.library.custom_op("shardwise::recurrent", mutates_args=())
 def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns output (..., H) of x (..., F) over `steps` steps, last states, what backward reads. Without values."""
+    """Returns (output (..., H), last states (n, B, H), reserve for backward) of x (..., F); for fake tensors alone.
+
+    weights  w_ih (gates x H, F), w_hh (gates x H, H), then the biases if there are any
+    steps    number of time steps, which only the count of operations reads
+    """
     raise NotImplementedError("a trace has no values")
 
 
@@ -34,7 +39,7 @@ def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) 
 def recurrent_backward(
     gradient: Tensor, x: Tensor, states: Tensor, weights: Sequence[Tensor], kept: Tensor, steps: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns the gradients of x, states and weights. For tensors without values."""
+    """Returns the gradients of (x, states, weights); `kept`: the reserve of `recurrent`. For fake tensors alone."""
     raise NotImplementedError("a trace has no values")
 
 
@@ -72,15 +77,16 @@ recurrent.register_autograd(_back, setup_context=_keep)
 def as_one_call(
     func: Callable, args: tuple, kwargs: dict, dropout: Callable[[Tensor, float], Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Returns a recurrent function's results (output, states, ...) by one call a layer and direction, or None.
+    """Returns (output, last hidden state[, last cell]) of a recurrent function, computed by `recurrent`, or None.
 
-    None: the function is to run as it is. `dropout` is applied between layers.
+    func     a key of `RECURRENT`, called with `args` and `kwargs`; None is returned if the caller has to call it as is
+    dropout  (tensor, probability) -> tensor, applied between layers in training
     """
     if kwargs or len(args) != 9:  # not called as torch's own layers do
         return None
-    packed = isinstance(args[3], list | tuple)  # data, batch_sizes, hx, weights, ...; else x, hx, weights, ...
+    packed = isinstance(args[3], list | tuple)  # (data, batch_sizes, hx, weights, ...); else (x, hx, weights, ...)
     x, hx, flat = (args[0], args[2], args[3]) if packed else (args[0], args[1], args[2])
-    biases, layers, drop, trains, both = args[4:] if packed else args[3:8]
+    biases, layers, drop, trains, both = args[4:] if packed else args[3:8]  # both: bidirectional
     batch_first = not packed and args[8]
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
     per_layer = 4 if biases else 2
@@ -93,7 +99,7 @@ def as_one_call(
         RECURRENT[func] * states[0].shape[-1],
         states[0].shape[-1],
     ):
-        return None  # states are projected
+        return None  # the hidden state is projected (`proj_size`), which `recurrent` has no shape for
     steps = args[1].shape[0] if packed else x.shape[1 if batch_first else 0]
     ends: list[Tensor] = []
     for layer in range(layers):

@@ -1,13 +1,15 @@
-"""Rehearse one rank of a module that is cut. `Cuts`: plan keys, a new one too (rehearsals of whole modules read it).
+"""What a rehearsal of one rank of a sharded module needs: `Cuts`, `TaskAnalysis`, `CutRehearsal`; rank_row plays it.
 
-The cuts are those of a run (`engine/tensor_cuts`, `engine/cutting`, `engine/find_positions`). A rank's share of the
-weights is put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in
-the right shapes. So products, bytes moved, messages, and the peak of live bytes are those of that very rank.
+A new key of plans that changes what a rank computes or holds needs a field in `Cuts`.
 
-    tp   weights are shares, activations parts; collectives are noted with their sizes
-    domain  fields of the batch are this rank's tile; what it fetches of others is noted and made up
-    cp, cp_ulysses  sequences are this rank's positions, in the batch or where they are born inside the module
-    ep   experts of this rank alone, on as many rows as it would send: every rank is taken to send alike
+The cuts are those of a run (`engine/tensor_cuts`, `engine/cutting`, `engine/find_positions`). The module gets one
+rank's shards of the weights and runs that rank's row of the pipeline schedule. Nothing is sent; a tensor that another
+rank would send is made up in its shape. So matrix products, bytes moved, messages and peak live bytes are that rank's.
+
+    tp   weights and activations are this rank's shards; collectives are noted with their sizes
+    domain  fields of the batch are this rank's tile; halos that it would fetch from other ranks are noted and made up
+    cp, cp_ulysses  sequences are this rank's positions, in the batch or where they are made inside the module
+    ep   this rank's experts alone, on as many tokens as this rank would send (all ranks are assumed to send as many)
     pp   F0 F1 B0 F2 B1 ...   a stage's forward and backward, its activations held as long as the schedule holds them
 
 *What this does not do*: follow a module that looks at values while it runs.
@@ -56,26 +58,29 @@ from shardwise.trace.blocks import blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.deferred import build as build_deferred
 
-ROUNDS = 2  # of micro-batches through the pipeline, after which no rank holds more than before
-LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth reading
+ROUNDS = 2  # rounds of micro-batches through the pipeline, after which no rank holds more than before
+LARGE_BYTES = 16 * 2**20  # a sample of more bytes is repeated, since reading a few more of them would take too long
 
-Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
-# a data rank's place among those that fill whole groups of ep; of each micro-batch, the samples of each of these
+Place = tuple[int, ...]  # a rank's index on each axis that cuts positions, in the order of `inner_axes`
+# (this data rank's index among the data ranks of its ep groups, for each micro-batch the samples of each of these)
 Beside = tuple[int, tuple[tuple[int, ...], ...]]
-ALIKE: Beside = (0, ())  # all have as many
-MessageSpec = list[TensorSpec]  # of the tensors of a message
+ALIKE: Beside = (0, ())  # all data ranks have as many samples
+MessageSpec = list[TensorSpec]  # one entry for each tensor of a message from stage to stage
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """Returns the axes that cut positions, outermost first, of the rank at `place` (by default the first).
+    """Returns the axes of degree above 1 that cut positions, outermost first, as the rank at `place` has them.
 
-    ledger  what their collectives are counted in; `gloo`: whether ranks are CPUs, whose messages are copied
+    place   the rank's index on each axis; 0 on those that it leaves out
+    ledger  counts the collectives of these axes
+    gloo    whether ranks are CPUs, whose messages are copied
     """
     places = dict(enumerate(place))
     axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
         for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
     ]
+    # only axes of tiles exchange halos, which may overlap and serve several convolutions
     least, depth = overlap_from(plan, gloo), plan.domain_depth
     axes = [replace(axis, overlap_from=least, halo_depth=depth) if axis.name in SPACE else axis for axis in axes]
     return tuple(axis for axis in axes if axis.size > 1)
@@ -89,20 +94,23 @@ def alone(microbatches: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The parts of a layout that cut the module itself, or make tensors while its micro-batches run.
+    """The part of a plan that changes what a rank computes, or which tensors it makes while its micro-batches run.
 
-    zero    3, or 2 (on a GPU beside a pipeline or experts alone), over `shard` data ranks and the tiles, whose tensors
-            are played too; else 0, and the gradients are an account of their own
-    rounds  times that the pipeline is filled and emptied: twice where the first leaves gradients behind
-    joined  data ranks over which batch norms take their statistics: 0 for the module's own, and 2 stands for many
-    gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
-    fused   attention and dropout as a GPU has them
-    follow  random numbers are one process's (randomness=global)
-    along   (name, degree) of the axes that cut positions along one dim
-    wrap    names the units of zero=3
+    Fields that are not listed have the name and meaning of a plan's key (`recompute`: its `remat`).
+
+    microbatches  micro-batches that the rehearsal runs in one round, which may be fewer than the plan's
+    zero    ZeRO stage whose gathers and reductions run in the rehearsal, over `shard` data ranks and the ranks that cut
+            positions: 3, or 2 (on a GPU only with a pipeline or experts); else 0: the forecast adds gradients itself
+    rounds  times that the pipeline is filled and emptied: twice if the first round leaves gradients behind
+    joined  data ranks over which batch norms take their statistics: 0 if each rank takes its own, 2 for any more than 1
+    gloo    whether ranks are CPUs: reductions work on copies, messages are kept to a step's end, a whole step is played
+    fused   whether attention and dropout use the kernels of a GPU
+    follow  whether random numbers are those of one process (randomness=global)
+    along   (name, degree) of each axis that cuts positions along one dim
+    wrap    names of the units of zero=3
     moved   what a plan's `offload` says of activations
-    host    weights of units lie on the host, and so do their gradients once they are reduced
-    gradients  as a plan says
+    host    whether weights of units lie on the host, and their gradients too once they are reduced
+    gradients  "together" or "as_made", as a plan says
     """
 
     tp: int = 1
@@ -136,8 +144,11 @@ class Cuts:
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
-        """Returns the cuts of a layout; a long step is played for a few rounds of micro-batches."""
-        # shards are played where they come and go within micro-batches; else gradients are an account of their own
+        """Returns the cuts of a layout, with fewer micro-batches than its step has where fewer show the same peak.
+
+        precision  as in a plan; `gloo`: whether ranks are CPUs
+        """
+        # gathers and reductions run only if they make tensors within micro-batches; else the forecast adds gradients
         played = layout.sharded.weights or (layout.sharded.gradients and (gloo or layout.pp * layout.ep > 1))
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
@@ -168,27 +179,27 @@ class Cuts:
 
     @property
     def cut_positions(self) -> int:
-        """Returns over how many ranks positions are cut, of a sequence or of space."""
+        """Returns the number of ranks that share a sample's positions, of a sequence or of space."""
         return math.prod(size for _, size in self.inner)
 
     @property
     def shard_ranks(self) -> int:
-        """Returns over how many ranks `zero` shards."""
+        """Returns the number of ranks over which `zero` shards."""
         return self.shard * self.cut_positions
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns what ranks hold as shards, as far as that is played."""
+        """Returns the `ZeroStage` of `zero`, which says what ranks hold as shards in the rehearsal."""
         return STAGES[self.zero]
 
     @property
     def differ(self) -> bool:
-        """Whether a rank does or holds something else than a trace of the whole module shows."""
+        """Whether a rank computes or holds something that a trace of the unsharded module does not show."""
         return self.tp * self.pp * self.ep * self.cut_positions * self.position_chunks > 1 or self.sharded.state
 
     @property
     def plan(self) -> Plan:
-        """Returns the plan whose cuts these are."""
+        """Returns a plan with these cuts."""
         values: dict[str, object] = {
             **{name: getattr(self, name) for name in AS_THEY_ARE},
             **dict(self.along), "remat": self.recompute, "precision": self.precision,
@@ -205,25 +216,25 @@ class Cuts:
         return Plan.from_dict(values)
 
 
-# keys of layouts and plans that are taken whatever is played; pipelines, and what zero shards, where they are
+# keys that `Cuts.of` copies from a layout in every case; those in _SOMETIMES only with pp, or if zero is rehearsed
 _SOMETIMES = {"pp", "stages", "zero", "wrap"}
 AS_THEY_ARE = tuple(field.name for field in fields(Cuts) if field.name in SAME_KEYS and field.name not in _SOMETIMES)
 
 
 class TaskAnalysis:
-    """What the cuts of a task are derived from, computed once: a module without weights, a few samples, cuts of tp.
+    """Derives the cuts of a task for any plan and caches them, from a module without weights and a few samples.
 
     sample  a batch of one sample
     """
 
     def __init__(self, task: Task, sample: Any):
         self.task, self.sample = task, sample
-        self._derived: dict[tuple, Derived | ShardwiseError] = {}  # by the plan's keys that matter; refusals too
-        self._followed: dict[str, Followed] = {}  # by precision
+        self._derived: dict[tuple, Derived | ShardwiseError] = {}  # plan keys -> cuts of tp, or the refusal
+        self._followed: dict[str, Followed] = {}  # precision -> labels of one forward
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
         self._positions: dict[tuple, Positions | ShardwiseError] = {}
         self._row_wise: dict[tuple, list[Stack] | ShardwiseError] = {}
-        self.enclosed: dict[tuple[str, ...], set[str]] = {}  # by wrap: those that are no units (`FakeFullShard`)
+        self.enclosed: dict[tuple[str, ...], set[str]] = {}  # wrap -> blocks that are no units (`FakeFullShard`)
 
     @cached_property
     def built(self) -> Built:
@@ -235,13 +246,13 @@ class TaskAnalysis:
 
     @cached_property
     def few(self) -> Any:
-        """Returns the few samples from which cuts are derived; a large one is repeated: its shape alone counts."""
+        """Returns a batch of the few samples from which cuts are derived; a sample of over LARGE_BYTES is repeated."""
         if self.task.data is not None and self.task.batch is None and batch_bytes(self.sample) > LARGE_BYTES:
             return repeated(self.sample, min(SAMPLES, len(self.task.data)))
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
 
     def derived(self, plan: Plan) -> Derived | None:
-        """Returns the cuts of tp, None without tp; `RefusedPlan` as in a run."""
+        """Returns the cuts of tp, or None if tp=1; raises `RefusedPlan` as a run does."""
         if plan.tp == 1:
             return None
         dealt = names_of(self.stacks(plan))
@@ -252,11 +263,11 @@ class TaskAnalysis:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Returns which dims of the batch are cut into tiles or shares; None without; `RefusedPlan` as in a run."""
+        """Returns which dims of the batch are cut over positions, or None if none is; raises `RefusedPlan`."""
         if plan.cut_positions == 1:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
-        # what the answer depends on alone, so that plans that differ elsewhere share it
+        # only the keys on which the answer depends, so that plans which differ in other keys share the cached answer
         plan = Plan.from_dict({
             "domain": plan.domain, **plan.along, "tp": plan.tp, "sp": plan.sp, "tp_whole": plan.tp_whole,
             "precision": plan.precision, **dealt,
@@ -267,7 +278,7 @@ class TaskAnalysis:
         ))  # fmt: skip
 
     def row_wise(self, plan: Plan) -> list[Stack]:
-        """Returns the modules of experts that get a rank's own rows where positions are cut: under ep, all of them."""
+        """Returns the expert modules that may compute on a rank's own positions alone; with ep, of those it deals."""
         if plan.ep > 1:
             return rows_alone(self.stacks(plan))
         precision = Precision.of(plan)
@@ -276,12 +287,12 @@ class TaskAnalysis:
 
     @cached_property
     def holds_experts(self) -> bool:
-        """Whether there are modules that are called as experts are."""
+        """Whether the task's module holds experts, found by how its modules are called."""
         precision = Precision.of(Plan())
         return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.dtype_of)
 
     def stacks(self, plan: Plan) -> list[Stack]:
-        """Returns the modules whose experts ep deals; [] without ep, `RefusedPlan` as in a run."""
+        """Returns the modules whose experts ep deals to ranks; [] if ep=1; raises `RefusedPlan` as a run does."""
         if plan.ep == 1:
             return []
         return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(
@@ -290,20 +301,23 @@ class TaskAnalysis:
 
 
 def once(cache: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
-    """Returns `make()` for a key, or raises its refusal; each is computed once."""
+    """Returns `cache[key]`, made by `make()` at the first call; a `ShardwiseError` of `make` is cached and raised."""
     if key not in cache:
         try:
             cache[key] = make()
         except ShardwiseError as refused:
             cache[key] = refused
     if isinstance(result := cache[key], ShardwiseError):
-        # the refusal is raised anew each time: else it would collect the frames of every caller
+        # without its traceback, since the cached error would collect the frames of every caller
         raise result.with_traceback(None)
     return result
 
 
 class CutRehearsal:
-    """A task under `cuts`: `ranks` lists the ranks that differ, `trace` rehearses one. Refusals are those of a run."""
+    """A task under `cuts`, ready to be rehearsed rank by rank (`ranks`, `trace_of`); raises `RefusedPlan` as a run.
+
+    sent_by_stage  (place, rank of tp, samples) -> {stage: spec of the message that it sends}
+    """
 
     def __init__(self, looks: TaskAnalysis, cuts: Cuts):
         self.looks, self.task, self.cuts = looks, looks.task, cuts
@@ -315,11 +329,10 @@ class CutRehearsal:
         self.stacks = looks.stacks(self.plan)
         self.positions = looks.positions(self.plan)
         self._first = self._cut() if cuts.pp > 1 else None
-        # (place, rank of tp, samples) -> what each stage sends
         self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
-        """Returns the forward's stages, as the pipeline's first rank sees them; `RefusedPlan` if it takes gradients."""
+        """Returns the stages as pipeline rank 0 has them; raises `RefusedPlan` if the forward differentiates."""
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
@@ -332,12 +345,12 @@ class CutRehearsal:
         return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
-        """Returns the stages, as rank `rank` of the pipeline sees them; None without a pipeline."""
+        """Returns the stages as pipeline rank `rank` has them, or None if pp=1."""
         return None if self._first is None else replace(self._first, rank=rank)
 
     @property
     def alike(self) -> list[int]:
-        """Returns, by rank of tp, the first rank that holds as much of every weight: with even cuts, 0 for all."""
+        """Returns for each rank of tp the first rank with equally large weight shards: 0 if cuts are even."""
         first: dict[tuple[int, ...], int] = {}
         cuts = self.derived.cuts.values() if self.derived is not None else ()
         counts_by_rank = [tuple(cut.owners.counts[rank] for cut in cuts) for rank in range(self.cuts.tp)]
@@ -345,15 +358,16 @@ class CutRehearsal:
 
     @property
     def places(self) -> list[Place]:
-        """Returns places that stand for all shares: along each axis both ends, and one between."""
+        """Returns the places at which ranks may differ: on each axis the first, the second and the last index."""
         return [*product(*(sorted({0, min(1, size - 1), size - 1}) for _, size in self.cuts.inner))]
 
     @property
     def telling_places(self) -> list[Place]:
-        """Returns the places that hold the most: of tiles one with neighbours on most sides; of a sequence both ends.
+        """Returns the places that compute or hold the most.
 
-        Under a causal mask the last positions read the most, unless a rank has positions from either end; the first
-        rank has one more where the ranks do not divide them.
+        For tiles that is one with neighbours on most sides. For a sequence it is the first and the last rank of cp.
+        Under a causal mask the last positions attend to the most keys, unless each rank has a block from either end
+        (zigzag). The first rank has one position more if the ranks do not divide their number.
         """
         zigzag = self.positions is not None and self.positions.zigzag
 
@@ -367,21 +381,21 @@ class CutRehearsal:
         return [*product(*(along(*axis) for axis in self.cuts.inner))]
 
     def ranks(self, places: Sequence[Place]) -> list[tuple[Place, int, int]]:
-        """Returns (place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
+        """Returns (place, rank of tp, rank of pp) of each rank that differs from the others, at these places."""
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip
 
 
-Kind = tuple[str, int, int]  # F, B, I or W; stage; samples of the micro-batch
+Kind = tuple[str, int, int]  # (op: "F", "B", "I" or "W", stage, samples of the micro-batch)
 
 
 @dataclass(frozen=True)
 class _State:
     """What a rank holds when an op begins.
 
-    waiting  micro-batches between their forward and backward (F), or between the two parts of it (I)
-    sent     the op whose message was the last: a rank keeps it until it sends the next
+    waiting  numbers of micro-batches that wait for their backward, under their F; or for its part W, under their I
+    sent     the op that sent the last message, which the rank holds until it sends the next; None if none was sent
     """
 
     waiting: Counter[Kind]
@@ -390,7 +404,7 @@ class _State:
     def covers(self, other: _State) -> bool:
         """Whether this state holds at least as much memory as the other.
 
-        A micro-batch more, with its inputs and outputs, is more than any message.
+        One more waiting micro-batch, with its inputs and outputs, takes more memory than any message.
         """
         if self.sent == other.sent:
             return other.waiting <= self.waiting
@@ -399,10 +413,12 @@ class _State:
 
 
 def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
-    """Returns the row up to the last op that may hold more memory than ops of its kind before it, or is the first.
+    """Returns the row cut off after the last op at which live memory may still reach a new peak.
+
+    Such an op is the first of its kind, or begins with more memory held than every op of its kind before it.
 
     sizes   samples of each micro-batch
-    stages  of all ranks: the first sends no gradient, the last no output
+    stages  number of stages of all ranks (the first stage sends no gradient, the last no output)
     """
     waiting: Counter[Kind] = Counter()
     sent: Kind | None = None
@@ -412,7 +428,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         kind = (op.kind, op.stage, sizes[op.microbatch])
         state = _State(waiting.copy(), sent)
         before = seen.setdefault(kind, [])
-        # no op of its kind has begun with as much beside it: its peak may be a new one
+        # no earlier op of this kind began with as much memory held, so this one may reach a new peak
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1

@@ -1,14 +1,13 @@
-"""zero=3 of one rank (`FullShard`, FSDP2) on tensors without values: messages are noted, nothing is sent.
+"""zero=3 of one rank (`FullShard`, FSDP2) on fake tensors: collectives are noted, nothing is sent.
 
-What FSDP2 asks of a backend is how many ranks there are and which one this is; a group of torch's that sends nothing
-says so. Its gathers and reductions are ours (`Exchanges`): they note what would be sent, and hold what a backend holds.
+FSDP2 asks its process group for the number of ranks and this rank; torch's fake process group answers. FSDP2's
+all-gathers and reduce-scatters are replaced by `Exchanges`, which note sizes and allocate what a backend allocates.
 
-To tell again what FSDP2 makes and frees took 340 lines, which did not know units by name, units inside one another, or
-weights read while their unit does not run. On twelve rehearsals (four modules, one and two micro-batches, bf16 with
-recompute) peaks, shards, gathers and operations were the same to the byte. One takes half as long again.
+FSDP2 itself runs, because a model of what it allocates and frees would have to know units by name, nested units, and
+weights that are read while their unit does not run.
 
-What this does not do: replicas of shards, whose sums are taken in place; streams, whose allocations may live a little
-longer on a GPU.
+What this does not do: replicas of shards, whose sums are taken in place; streams, because of which allocations may live
+a little longer on a GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +36,16 @@ from shardwise.precision import Precision
 from shardwise.trace.conversions import converting
 
 CPU = torch.device("cpu")
-_numbers = count()  # of groups: each has a name of its own
-_NO_THREAD = -1  # so no mesh of a rehearsal equals a run's, which DTensor would give what it remembers of the other
+_numbers = count()  # makes the names of process groups unique
+_NO_THREAD = -1  # makes meshes of a rehearsal differ from those of a run, so that DTensor shares no caches between them
 
 
 @contextmanager
 def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
-    """Context: yields the mesh of the first of `ranks` ranks that shard; this process's groups stay as they are."""
+    """Context that yields the mesh of rank 0 of `ranks` ranks in dp_shard, whose group sends nothing.
+
+    The process groups that torch has already stay as they are.
+    """
     kind, group = dist.ProcessGroup.BackendType.CUSTOM, dist.ProcessGroup(0, ranks)
     group._register_backend(CPU, kind, FakeProcessGroup._create_internal(0, ranks))  # which keeps the name
     group._set_default_backend(kind)
@@ -64,24 +66,25 @@ def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
 
 
 class Exchanges:
-    """FSDP2's gathers and reductions of one unit: the elements of each gather are appended to `seen`.
+    """Stands in for the all-gather and reduce-scatter of one FSDP2 unit, and sends nothing.
 
-    copies  a reduction works on a copy of what it is given, as gloo's does
-    crosses shards have come from the host just before; a cast on their way is played as an operation there
+    seen     list to which the elements of each all-gather are appended
+    copies   whether a reduction works on a copy of its input, as gloo's does
+    crosses  whether shards come from the host without a cast, so that a gather allocates their copy on the device
     """
 
     def __init__(self, seen: list[int], copies: bool, crosses: bool):
         self.seen, self.copies, self.crosses = seen, copies, crosses
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns an empty tensor, as FSDP2 asks of a backend."""
+        """Returns an empty tensor; FSDP2 calls it for the output of a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any = None,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """Note a gather, which has no operation; make what a reduction makes."""
+        """Notes an all-gather (`op` is None), or allocates what a reduction allocates for the time that it runs."""
         if op is None:
             self.seen.append(output_tensor.numel())
             if self.crosses:
@@ -91,13 +94,15 @@ class Exchanges:
 
 
 class FakeFullShard(FullShard):
-    """`FullShard` whose exchanges are noted.
+    """`FullShard` on fake tensors, whose collectives are noted and not sent.
 
-    units   modules whose weights are gathered together; what lies in none of them is the root's
+    units   modules whose weights are gathered together; weights outside of all of them belong to the root
     absent  names of parameters that other stages hold
-    spread  names of parameters that are dealt to ranks (experts): not gathered, and left as they are
+    spread  names of experts' parameters, which ep deals to ranks: they are not gathered, and stay as they are
     fake    the mode of the module's tensors
-    freed   shards of gradients go as they are reduced
+    copies  whether reductions work on copies (`Exchanges`)
+    host    whether shards of weights rest on the host
+    freed   whether each gradient shard is freed as soon as it is reduced
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class FakeFullShard(FullShard):
             module.get_submodule(path)._parameters[leaf] = param
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
-        """Allocate the shards without values or DTensor operations; returns (name, shard) of each parameter."""
+        """Allocates the shards without values or DTensor operations; returns (name, shard) of each parameter."""
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, DTensor):
@@ -154,19 +159,19 @@ class FakeFullShard(FullShard):
 
     @property
     def held_elements(self) -> int:
-        """Returns the elements, in a master's width, of all weight shards of this rank, padding included."""
+        """Returns this rank's elements of all weight shards with padding, as bytes divided by a master's item size."""
         shards = [param for param in self.module.parameters() if isinstance(param, DTensor)]
         return sum(_padded(shard) * shard.dtype.itemsize for shard in shards) // self.precision.master.itemsize
 
     @property
     def rows(self) -> Counter[tuple[int, int]]:
-        """Returns how many trained weights have each (indices along the dim that is cut, elements at each)."""
+        """Returns {(size of the sharded dim, elements at each index of it): number of such trained weights}."""
         cut = [(param.shape[param.placements[-1].dim], param.numel()) for param in self._cut()]
         return Counter((rows, elements // rows) for rows, elements in cut)
 
     @property
     def held_gradients(self) -> int:
-        """Returns the bytes of the shards of gradients, once all are there."""
+        """Returns the bytes of this rank's gradient shards after a backward; 0 if they are freed as they come."""
         return 0 if self._freed else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
 
     def _cut(self) -> list[DTensor]:
@@ -174,7 +179,7 @@ class FakeFullShard(FullShard):
 
 
 def _gone(param: torch.Tensor) -> None:
-    """Drops a reduced gradient, as its copy to the host does, or an update within backward."""
+    """Drops a reduced gradient, as a copy to the host or an update within backward would."""
     param.grad = None
 
 

@@ -1,12 +1,11 @@
-"""Attention and dropout in a trace as a GPU's kernels keep them, although CPU ops are traced. Called by step_trace.
+"""Makes a trace on the CPU keep for backward what the GPU kernels of attention, dropout and recurrences would keep.
 
-    attention   a CPU writes the scores of attention with dropout, or with values of another width than the keys'; a GPU
-                has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in
-                torch, scores are written in float64, and with dropout whose masks are one process's (randomness is
-                "global")
-    cut         positions go their own ways (parallel/sequence); a ring's kernels take 16 bits as they are on a GPU
-    dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
-    recurrence  a CPU runs an op for each step, a GPU a layer in one call (rehearsal/cudnn_layers)
+    attention   with dropout, or with values of another width than the keys', the CPU writes the (S, S) scores, but a
+                GPU has a fused kernel: FlashAttention without a mask, else the memory-efficient one. Scores stay
+                written, as in torch, in float64 and with dropout under randomness=global
+    cut         attention over cut positions is in parallel/sequence; a ring's GPU kernels take 16 bits unconverted
+    dropout     the CPU keeps a mask in the dtype of its input, a GPU one byte for each element
+    recurrence  the CPU runs an op for each time step, a GPU one call for each layer (rehearsal/cudnn_layers)
 
 Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
 
@@ -34,17 +33,18 @@ _ATTENTION = functional.scaled_dot_product_attention
 _DROPOUT = functional.dropout
 _KERNEL_FOR = block_attention.kernel_for
 _HALF = (torch.bfloat16, torch.float16)
-MOST_WIDTH = 256  # of a head, in FlashAttention
+MOST_WIDTH = 256  # largest head width of FlashAttention
 
 
 class Fused(TorchFunctionMode):
-    """While active, functions of `torch.nn.functional` take the ops that they take on a GPU.
+    """Mode under which functions of `torch.nn.functional` run the ops that they run on a GPU.
 
-    Modes are off inside torch's own functions, such as backward, which runs recomputed blocks. So attention and dropout
-    are replaced in `torch.nn.functional` as well; the mode is for whoever imported them by name.
+    torch turns modes off inside its own functions, such as backward, which runs recomputed blocks. So attention and
+    dropout are replaced in `torch.nn.functional` as well; the mode itself catches code that imported them by name.
 
-    scores        masks are one process's: drawn by index, or for all heads where tp deals them; no kernel does that
-    wrote_scores  whether attention met a mask of that kind
+    scores        whether dropout masks are those of one process (drawn by global index, or for all heads under tp),
+                  which no fused kernel draws, so that attention with dropout writes its scores
+    wrote_scores  whether that has happened
     """
 
     def __init__(self, scores: bool = False) -> None:
@@ -80,7 +80,7 @@ class Fused(TorchFunctionMode):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns attention as a GPU's kernels keep it; as torch has it where masks or cut positions need that."""
+        """Returns attention by a GPU's kernel, or by torch's function if `scores` or cut positions need that."""
         if self.scores and dropout_p:
             self.wrote_scores = True
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
@@ -90,21 +90,21 @@ class Fused(TorchFunctionMode):
 
 
 def _kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Kernel | None:
-    """Returns the CPU's kernel, given tensors in their own dtype, where a GPU has one for a ring's block, else None."""
+    """Returns the kernel for a block of ring attention on a GPU, which converts no dtype; None if a GPU has none."""
     kernel = None if q.dtype == torch.float64 else _KERNEL_FOR(q, k, v, causal, scale)
     return kernel and replace(kernel, widens=False)
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
-    """Returns a context for forward and backward: attention and dropout as on a GPU if `yes`; `scores`: of `Fused`."""
+    """Returns a context for forward and backward: `Fused(scores)` if `yes`, else one that changes nothing."""
     return Fused(scores) if yes else nullcontext()
 
 
 def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns dropout as a GPU's kernel keeps it: with a mask of one byte for each element."""
+    """Returns dropout of `input` by `native_dropout`, whose mask takes one byte for each element; `func`: torch's."""
     training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
     inplace = kwargs.get("inplace", len(args) > 1 and args[1])
-    # nothing is drawn, or the result lies in the input: a mask is no matter there
+    # without random numbers, or in place, no mask is kept, so torch's own function does
     if not training or inplace or not 0 < p < 1:
         return func(input, p, *args, **kwargs)
     return _ATEN.native_dropout(input, p, True)[0]
@@ -114,14 +114,14 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns attention by the op of the kernel that a GPU would take; by torch's function where it would take none."""
+    """Returns attention by the fused op that torch would choose on a GPU, or by torch's function if it has none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):  # no fused kernel takes it
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     same = query.shape[-1] == width <= MOST_WIDTH
-    # FlashAttention takes 16 bits without a mask; the memory-efficient kernel below takes what is left
+    # FlashAttention takes 16 bits without a mask; the memory-efficient kernel below takes all other cases
     if attn_mask is None and query.dtype in _HALF and same:
         # the kernel takes widths that are multiples of 8; torch pads others in the same way
         q, k, v = (_padded(tensor, 8) for tensor in (query, key, value))
@@ -136,7 +136,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Returns the bias of the scores (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
+    """Returns a mask as a bias (B, H, queries, keys) with rows padded in memory to a multiple of 16 elements."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
     keys = key.shape[2]
@@ -145,6 +145,6 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Returns the tensor with its last dim padded by zeros to a multiple."""
+    """Returns the tensor with its last dim padded by zeros to the next multiple of `multiple`."""
     beyond = -tensor.shape[-1] % multiple
     return functional.pad(tensor, (0, beyond)) if beyond else tensor

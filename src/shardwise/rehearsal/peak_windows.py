@@ -1,6 +1,7 @@
-"""`PeakWindows`: the most live bytes before the first repeated block, from its forward to its backward, and after that.
+"""`PeakWindows`: peak live bytes in three windows: before the first repeated block, until its backward, after that.
 
-In each of them they grow evenly with the number of alike blocks (simulator/depths), which one peak of all does not.
+In each window the peak is linear in the number of equal blocks (simulator/depths), which the peak of a whole step is
+not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwise.simulator.counted import RankTrace, StepTrace, Tops
 
 
 class PeakWindows:
-    """Follows `live` over the steps of a module, whose repeated blocks have these paths, if any."""
+    """Reads the peaks of `live` in three windows while `model` runs; `paths`: its repeated blocks, if any."""
 
     def __init__(self, live: LiveBytes, model: nn.Module, paths: Sequence[str]):
         self.live, self._tops, self._at = live, [0, 0, 0], 0
@@ -26,7 +27,7 @@ class PeakWindows:
             block.register_forward_hook(lambda module, args, output: self._watch(output))
 
     def tell(self, trace: StepTrace, rests: int) -> None:
-        """Sets a trace's peaks to the most live bytes beyond `rests`."""
+        """Sets the peaks of `trace` to the peak live bytes minus `rests`, the bytes that live between steps."""
         trace.tops = beyond(self.tops(), rests)
         trace.peak = max(trace.tops)
         if isinstance(trace, RankTrace):
@@ -34,11 +35,11 @@ class PeakWindows:
             trace.first = max(trace.first_tops)
 
     def tell_first(self, trace: RankTrace) -> None:
-        """Sets a rank's peaks as they were when its first backward was over, unless they are set."""
+        """Sets a rank's `first_tops` to the peaks so far, called after each backward; only the first call counts."""
         trace.first_tops = trace.first_tops if any(trace.first_tops) else self.tops()
 
     def tops(self) -> Tops:
-        """Returns the most live bytes (before the first block, to its backward, after it), 0 where not reached."""
+        """Returns the peak live bytes (before the first block, until its backward, after it), 0 if not reached."""
         self._enter(self._at)
         before, within, after = self._tops
         return before, within, after
@@ -56,6 +57,6 @@ class PeakWindows:
 
 
 def beyond(tops: Tops, rests: int) -> Tops:
-    """Returns the bytes of each window beyond `rests`."""
+    """Returns the bytes of each window minus `rests`, at least 0."""
     before, within, after = (max(0, top - rests) for top in tops)
     return before, within, after

@@ -1,4 +1,4 @@
-"""One rank's module without values: shares put in, blocks recomputed, in the same order as engine/recipe."""
+"""Builds one rank's module on fake tensors: its shards, experts, chunks, recompute, in the order of engine/recipe."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from shardwise.trace.fake import Fake
 
 
 class _FakeStages(StagedModule):
-    """Stages on fake tensors."""
+    """`StagedModule` whose held and received tensors are fake tensors."""
 
     def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
-        """As in `StagedModule`; a sum over tp becomes a fake tensor first, as what takes its place is one."""
+        """As `StagedModule._put`, but turns an unreduced sum over tp (`held`) into a fake tensor like `received`."""
         if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor) and not axes_of(held):
             torch.utils.swap_tensors(held, torch.empty_like(received))
         super()._put(held, received, needs_gradient, written)
@@ -41,12 +41,12 @@ class _FakeStages(StagedModule):
 
 @dataclass
 class RankModule:
-    """Builds the module of one rank.
+    """Builds the module of one rank on tensors of the mode `fake`.
 
-    shares     how the plan cuts the task's module, the same for all ranks
-    tensor     this rank's place in tp; None without
-    experts    the modules of experts, and its place in ep
-    positions  how the batch is cut over `inner`, its axes that cut positions
+    shares     the task under its cuts, the same for all ranks
+    tensor     the cuts of tp and this rank's index in it; None if tp=1
+    experts    the modules whose experts ep deals ([] if ep=1), and this rank's index in ep
+    positions  how the batch is cut over `inner`, the axes that cut positions; None if it is not
     """
 
     shares: CutRehearsal
@@ -56,28 +56,31 @@ class RankModule:
     experts: ExpertParallel
     positions: Positions | None
     inner: tuple[Axis, ...]
-    activations: Activations | None = None  # of the module that was built, where the plan moves them
-    result_hooks: ResultHooks | None = None  # of the module that was built, before hooks of this package are on it
+    activations: Activations | None = None  # set by `build` if the plan moves activations
+    result_hooks: ResultHooks | None = None  # set by `build`, before this package adds hooks
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
-        """Returns (module, its blocks) with this rank's shares, techniques in a run's order; refuses as a run does."""
+        """Returns (module with this rank's shards, its blocks); `cut`: the stages as this rank has them, None if pp=1.
+
+        Raises the refusals of a run.
+        """
         model = build(self.shares.task, self.fake, self.precision)
         blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()
         self.result_hooks = ResultHooks(model)
         self._replace(model, absent)
-        # a sequence that is made inside the forward has no place in the batch at which it could be cut
+        # a sequence that is made inside the forward is not in the batch, so it is cut where it is made
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(model)
         if self.tensor is not None:
             see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
         elif self.inner:
-            # weights are whole, and their gradients summands over ranks with other positions
+            # weights are not sharded, but their gradients are summands over the ranks with other positions
             see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
         stacks = self.experts.stacks
         if stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
-        # every rank holds all experts: their modules compute on this rank's positions alone
+        # every rank holds all experts, so their modules may compute on this rank's positions alone
         elif self.inner:
             stacks = self.shares.looks.row_wise(self.shares.plan)
             compute_own_rows(model, stacks)
@@ -97,13 +100,13 @@ class RankModule:
         return model, blocks
 
     def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:
-        """Returns the module as it runs these stages."""
+        """Returns the wrapper that runs `stages` of a module that `build` made, one at a time."""
         assert self.result_hooks is not None, "`build` comes first"
         results = self.positions.results if self.positions is not None else {}
         return _FakeStages(model, stages, self.precision.compute, self.inner, results, self.result_hooks)
 
     def _replace(self, model: nn.Module, absent: set[str]) -> None:
-        """Replace cut weights by this rank's shares, and those of other stages by shapes without memory."""
+        """Replaces cut weights by this rank's shards, and those of other stages (names in `absent`) by stand-ins."""
         names = {id(param): name for name, param in model.named_parameters()}
         made: dict[str, nn.Parameter] = {}
         for child in model.modules():
@@ -120,11 +123,15 @@ class RankModule:
                 child._parameters[leaf] = made[name]
 
     def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
-        """Returns a parameter without values of this rank's share's shape; of an `absent` one, of the whole shape."""
+        """Returns a fake parameter in the shape of this rank's shard, or in the full shape if it is `absent`.
+
+        cut  how tp cuts the parameter; None if it does not
+        """
         with self.fake:
             if absent:
-                lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it
-                # the shape without its memory: code of this stage may ask for it, and the values are another's
+                # `view_as_complex` needs a last dim of 2 that is contiguous, so that dim is not expanded
+                lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()
+                # code of this stage may ask for the shape of another stage's weight, which takes no memory here
                 value = torch.empty(lying, dtype=param.dtype).expand(param.shape)
                 return nn.Parameter(value, requires_grad=False)
             shape = list(param.shape)

@@ -1,4 +1,4 @@
-"""Play one rank's row of a pipeline schedule without values, as step/pipelined runs it; for cut_module."""
+"""Runs one rank's row of a pipeline schedule on fake tensors, as step/pipelined runs it (`trace_of`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 class Rehearsal:
-    """Plays one rank's row of the schedule on its module of fake tensors; `run` returns the trace."""
+    """Runs the row of one rank (`tp`, `pp`: its indexes; the others as in `trace_of`) on fake tensors, by `run`."""
 
     def __init__(
         self, shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
@@ -73,7 +73,7 @@ class Rehearsal:
             self.positions = shares.positions.over(lambda inner: here[inner.name])
         self.precision = Precision.of(shares.plan)
         self.count = Count(StepTrace(self.trace.samples))
-        # an exchange beside operations is timed by how many of them have been done
+        # start and end of an overlapped exchange are noted as the number of operations done by then
         self.ledger.clock = lambda: len(self.count.trace.order)
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
         count = shares.schedule.microbatches * shares.cuts.rounds
@@ -88,15 +88,15 @@ class Rehearsal:
             shares, self.fake, self.precision, self.tensor, self.experts, self.positions, self.inner
         )
         self.cut = shares.cut(pp)
-        self.sent: list[torch.Tensor] = []  # messages that may be under way
-        self.coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}  # messages of a round, as in the mail
-        self.begun: dict[tuple[str, int], list[torch.Tensor]] = {}  # memory of those that are awaited already
-        self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
+        self.sent: list[torch.Tensor] = []  # messages that may not have arrived yet
+        self.coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}  # see `Schedule.brought`
+        self.begun: dict[tuple[str, int], list[torch.Tensor]] = {}  # receive buffers, by ("F" or "B", sender)
+        self.resized: list[torch.UntypedStorage] = []  # storages resized since live bytes were last read
 
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
-        """Plays this rank's row of the schedule; returns its trace.
+        """Runs this rank's row and returns its trace.
 
-        enclosed  paths of blocks that are no units of zero=3; `outside` then has those to run again with
+        enclosed  paths of blocks that are no units of zero=3; `outside` then names further ones, if any
         """
         messages_by_size = {n: self._sent_by_stage(n) if self.cut is not None else {} for n in self.batches}
         model, self.blocks = self.parts.build(self.cut)
@@ -104,7 +104,7 @@ class Rehearsal:
         params = self._params_here(model)
         note_sizes(self.trace, model, params.values(), self.blocks.paths)
         self.techniques = self._techniques(model, params, enclosed)
-        # zero=3 has put shards in their places
+        # zero=3 has replaced the parameters by shards
         params = self._params_here(model)
         reads = OutsideReads(model, _made_up) if self.shares.cuts.sharded.weights else None
         self.live = live = LiveBytes(resized=self.resized)
@@ -123,21 +123,21 @@ class Rehearsal:
                 for turn in range(self.shares.cuts.rounds):
                     self._round(turn, model, staged, messages_by_size, waiting)
             except Exception:
-                # a unit's weights were read while it does not run: `trace_of` tries again without that unit
+                # if a unit's weights were read while it does not run, `trace_of` tries again without that unit
                 if reads is None or not reads.units:
                     raise
         self.outside = reads.units if reads is not None else set()
         self.trace.arrived = [(place, live_then - base) for place, live_then in self.arrivals.moments]
-        if self.parts.activations is not None:  # of the whole row, and a trace tells of one micro-batch
+        if self.parts.activations is not None:  # of all micro-batches, but a trace is of one
             put = self.parts.activations.put_bytes()
             self.trace.put = {tier: size // len(self.sizes) for tier, size in put.items()}
-        # beyond weights, buffers, batches and gradients at rest, which a forecast counts by itself
+        # peaks exclude weights, buffers, batches and gradients at rest, which a forecast adds itself
         rests_here = base + self.trace.shard_gradient_bytes
         self.windows.tell(self.trace, rests_here)
         routed.tell(self.trace)
         self.trace.follows = draws is not None and draws.met
         self.trace.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
-        self.trace.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
+        self.trace.balanced |= bool(self.experts.stacks)  # their all-to-all is rehearsed with even load
         for part in self.trace.ops.values():
             self.trace.products.update(part.products)
             self.trace.order += part.order
@@ -152,10 +152,10 @@ class Rehearsal:
     def _round(
         self, turn: int, model: nn.Module, staged: StagedModule | None, messages_by_size: dict, waiting: dict
     ) -> None:
-        """Plays the row once, on the micro-batches of round `turn`.
+        """Runs the row once, on the micro-batches of round `turn`; `staged`: `model` by stages, None if pp=1.
 
-        messages_by_size  by samples of a micro-batch and by stage, the tensors that the stage sends
-        waiting           by (stage, micro-batch), what waits for its backward: outputs, inputs, the weights' part
+        messages_by_size  samples of a micro-batch -> {stage: spec of the message that it sends}
+        waiting           (stage, micro-batch) -> (outputs, inputs, [what W needs]), kept until their backward
         """
         schedule, rounds = self.shares.schedule, self.shares.cuts.rounds
         final = schedule.last_backward(self.rank)
@@ -163,17 +163,17 @@ class Rehearsal:
         row: Sequence[Op] = schedule.rows[self.rank]
         brought = schedule.brought[self.rank] if self.shares.cuts.gloo else {}
         self.coming = {way: deque(messages) for way, messages in brought.items()}
-        # activations are awaited from the start, gradients once what they are of is sent (`_play_forward`)
+        # activations are awaited from the start, gradients once the forward's output is sent (`_play_forward`)
         for kind, rank in brought:
             if kind == "F":
                 self._begin(kind, rank, messages_by_size[sizes[0]])
-        if not self.techniques and not self.shares.cuts.gloo:  # nothing is kept but what waits for its backward
+        if not self.techniques and not self.shares.cuts.gloo:  # then the peak comes early
             row = telling(row, sizes, len(schedule.owner))
         for place, op in enumerate(row):
             size = sizes[op.microbatch]
             self.ledger.loads = self._loads(turn * schedule.microbatches + op.microbatch)
             self.count.trace = StepTrace(self.trace.samples)
-            # B and W make gradients of weights, which the techniques take; I makes none
+            # B and W make gradients of weights for the techniques; I makes none
             if op.kind in "BW":
                 for technique in self.techniques:
                     technique.start_micro_batch(last=place == final and turn == rounds - 1)
@@ -187,7 +187,7 @@ class Rehearsal:
                         technique.finish_micro_batch()
                 self.windows.tell_first(self.trace)
             gathers = [n for zero3 in self.techniques if isinstance(zero3, FakeFullShard) for n in zero3.taken()]
-            # the first of its kind on as many samples as any micro-batch has stands for all of them
+            # the first op of a kind on a largest micro-batch stands for all ops of that kind
             if (op.kind, op.stage) not in self.trace.ops and size == self.trace.samples:
                 self.trace.ops[op.kind, op.stage] = self.count.trace
                 self.trace.wire[op.kind, op.stage] = self._sent()
@@ -197,7 +197,7 @@ class Rehearsal:
             self.ledger.clear()
 
     def _loads(self, index: int) -> tuple[int, ...]:
-        """Returns the rows of a micro-batch on each rank of ep, in proportion; () where all have as many."""
+        """Returns numbers in proportion to the tokens on each rank of ep in micro-batch `index`; () if equal."""
         return self.routed.loads(self.beside[min(index, len(self.beside) - 1)] if self.beside else ())
 
     def _play_forward(
@@ -209,7 +209,7 @@ class Rehearsal:
         messages: dict[int, MessageSpec],
         waiting: dict,
     ) -> None:
-        """Plays a forward (F): receives, runs the stage, sends. `waiting`: as in `_round`; `messages`: of this size."""
+        """Runs an F: receives, runs the stage, sends. `messages`: those of `size` samples; `waiting`: see `_round`."""
         owner = self.shares.schedule.owner
         if op.stage:
             self._await("F", owner[op.stage - 1], messages)
@@ -227,11 +227,11 @@ class Rehearsal:
             )
             self._send(op.stage, op.stage + 1, outputs)
             self._begin("B", owner[op.stage + 1], messages)
-        del output  # a stage holds what backward keeps of it, and no more
+        del output  # a run, too, keeps only what backward needs
         waiting[op.stage, op.microbatch] = (outputs, staged.taken if staged is not None else [], [])
 
     def _play_backward(self, op: Op, messages: dict[int, MessageSpec], waiting: dict) -> None:
-        """Plays a backward: whole (B), or of the input (I) and later of the weights (W). `waiting`: as in `_round`."""
+        """Runs a B (full backward), I (gradients of inputs) or W (then of weights). `waiting`: see `_round`."""
         owner, key = self.shares.schedule.owner, (op.stage, op.microbatch)
         outputs, inputs, later = waiting[key]
         if op.kind == "W":
@@ -239,13 +239,13 @@ class Rehearsal:
             del waiting[key]
             return
         gradients: list[torch.Tensor | None] = [None]
-        # the last stage begins at its loss, and is sent no gradient
+        # the last stage starts from its loss and receives no gradient
         if op.stage < len(owner) - 1:
             self._await("B", owner[op.stage + 1], messages)
             gradients = [torch.empty_like(output) if output.requires_grad else None for output in outputs]
         if op.kind == "I":
             later.append(backward.of_input(outputs, gradients, inputs))
-            outputs.clear()  # the weights' part of the backward goes by the graph that `later` has
+            outputs.clear()  # W uses the graph in `later`, and the outputs can go
         else:
             backward.whole(outputs, gradients)
             del waiting[key]
@@ -255,48 +255,48 @@ class Rehearsal:
             leaf.grad = None
 
     def _send(self, stage: int, goal: int, tensors: list[torch.Tensor]) -> None:
-        """Keep the memory of a message until the next is sent, as the mail does.
+        """Holds the memory of a message from stage `stage` to `goal` until the next one is sent, as `Mail` does.
 
-        Over gloo, which never says that one has arrived, until the step is over.
+        With gloo, which never says that a message has arrived, until the step is over.
         """
         owner = self.shares.schedule.owner
         if owner[stage] == owner[goal]:
-            return  # both stages are this rank's: nothing is sent
+            return  # this rank runs both stages
         if not self.shares.cuts.gloo:
             self.sent.clear()
         self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
 
     def _await(self, kind: str, rank: int, messages: dict[int, MessageSpec]) -> None:
-        """Takes a rank's oldest message and awaits its next one."""
+        """Frees the buffer of the oldest message from `rank` and makes one for its next; `kind`: as in `coming`."""
         if (kind, rank) in self.coming:
             self.coming[kind, rank].popleft()
             self.begun.pop((kind, rank), None)
             self._begin(kind, rank, messages)
 
     def _begin(self, kind: str, rank: int, messages: dict[int, MessageSpec]) -> None:
-        """Hold memory for a rank's next message, as `Mail._begin` does."""
+        """Allocates the receive buffers for the next message from `rank`, if one is due, as `Mail._begin` does."""
         if (kind, rank) not in self.begun and self.coming.get((kind, rank)):
             start, goal, _ = self.coming[kind, rank][0]
             awaited = [sent for sent in messages[min(start, goal)] if kind == "F" or sent.needs_gradient]
             self.begun[kind, rank] = [torch.empty(sent.shape, dtype=sent.dtype) for sent in awaited]
 
     def _batch(self, size: int) -> Any:
-        """Returns a batch of `size` samples as the forward gets it: this rank's share of fields and sequences."""
+        """Returns a batch of `size` samples as the forward gets it, with this rank's tile or positions alone."""
         batch = in_run_dtype(self.batches[size], self.precision)
         if self.positions is None:
             return batch
-        copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # to a device, or in place
+        copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # GPU: a copy in any case
         return self.positions.cut(batch, copied)
 
     def _inbox(self, messages: dict[int, MessageSpec], stage: int) -> list[tuple[torch.Tensor, bool]]:
-        """Returns (tensor, needs gradient) of what the stage before sends, made up in its shapes."""
+        """Returns (made-up tensor, whether it needs a gradient) for each tensor that the stage before `stage` sends."""
         return [
             (put_together(torch.empty(sent.shape, dtype=sent.dtype), sent.cuts, self.inner), sent.needs_gradient)
             for sent in messages.get(stage - 1, ())
         ]
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
-        """Returns the output of a stage for a micro-batch, or of the whole model."""
+        """Returns the output of `stage` for a micro-batch, or of the whole model if `staged` is None."""
 
         def forward() -> Any:
             args, kwargs = inputs_of(self.task, batch, self.precision)
@@ -305,7 +305,7 @@ class Rehearsal:
         return forward() if staged is None else staged.run(stage, inbox, forward)
 
     def _sent_by_stage(self, samples: int) -> dict[int, MessageSpec]:
-        """Returns, by stage, the tensors that it sends; computed once, since all ranks of the pipeline agree on it."""
+        """Returns {stage: spec of its message} for a micro-batch; cached, since all pipeline ranks have the same."""
         assert self.cut is not None
         cache = self.shares.sent_by_stage
         key = self.place, self.tensor.axis.index if self.tensor is not None else 0, samples
@@ -314,7 +314,7 @@ class Rehearsal:
         return cache[key]
 
     def _rehearse_stages(self, samples: int) -> dict[int, MessageSpec]:
-        """Runs all stages in turn on a module that has all of them; returns stage -> the spec of what it sends."""
+        """Runs all stages in turn on an unstaged module; returns {stage: spec of the message that it sends}."""
         assert self.cut is not None
         model, _ = self.parts.build(None)
         staged = self.parts.staged(model, self.cut.stages)
@@ -334,7 +334,7 @@ class Rehearsal:
     def _techniques(
         self, model: nn.Module, params: dict[str, nn.Parameter], enclosed: Collection[str]
     ) -> list[FakeFullShard | Flat]:  # fmt: skip
-        """Returns the techniques that hold gradients meanwhile; others are dropped as they come (`Arrivals`)."""
+        """Returns the techniques that hold gradients in the row; all other gradients are dropped (`Arrivals`)."""
         cuts, trace = self.shares.cuts, self.trace
         trained = {name: param for name, param in params.items() if param.requires_grad}
         expert_params = {name: param for name, param in trained.items() if name in self.experts.dealt}
@@ -355,7 +355,7 @@ class Rehearsal:
             trace.units = sharded.sizes
             trace.rest = trace.parameters - sum(trace.units)
             techniques.append(sharded)
-        alone: dict[str, nn.Parameter] = {}  # in buckets that rest
+        alone: dict[str, nn.Parameter] = {}  # their gradients are added by the forecast
         for named, ranks, played in (
             (other_params, cuts.shard_ranks, cuts.sharded.flat),
             (expert_params, cuts.shard_ranks // cuts.ep, cuts.sharded.gradients and cuts.shard_ranks > cuts.ep),
@@ -364,11 +364,11 @@ class Rehearsal:
                 with self.fake:
                     flat = rehearsed_buckets(named, ranks, cuts, self.precision, self._aside)
                 techniques.append(flat)
-                # as they are used, sums of gradients go at once; else these shards rest until the optimizer's step
+                # "as_made" frees gradient shards at once; otherwise they rest until the optimizer's step
                 if cuts.gradients != "as_made":
                     elements = sum(part.high - part.low for part in flat.shards)
                     trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
-            # zero=3 owns the other weights; of experts that one rank alone holds the gradients rest
+            # zero=3 holds gradients of all weights but experts', which only one rank holds
             elif not cuts.sharded.weights or named is expert_params:
                 alone |= named
         self.arrivals = Arrivals(alone.values())
@@ -376,7 +376,7 @@ class Rehearsal:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context: operations are not counted as work of the module's."""
+        """Context in which operations do not count as work of the module."""
         kept, self.count.trace = self.count.trace, StepTrace(0)
         try:
             with torch.no_grad():
@@ -389,7 +389,7 @@ class Rehearsal:
         return {name: param for name, param in model.named_parameters() if name not in absent}
 
     def _sent(self) -> dict[Sent, int]:
-        """Returns the number of calls since the last time, by (axis, op, mean bytes of a call)."""
+        """Returns {(axis, op, mean bytes of the full tensor): calls} since the ledger was cleared."""
         messages: dict[Sent, int] = {}
         degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep, "data": self.shares.cuts.joined}
         degrees |= {axis.name: axis.size for axis in self.inner}
@@ -399,7 +399,7 @@ class Rehearsal:
         return messages
 
     def _passed(self) -> list[Passed]:
-        """Returns each exchange since the ledger was cleared during which operations ran, as `Passed`."""
+        """Returns the exchanges since the ledger was cleared during which operations ran."""
         places = {axis.name: axis.index for axis in self.inner}
         return [
             (o.axis, o.op, {rank - places[o.axis]: n for rank, n in o.came.items()}, o.start, o.stop)
@@ -408,7 +408,7 @@ class Rehearsal:
         ]
 
     def _arrived(self) -> dict[tuple[str, str, int], int]:
-        """Returns the bytes from ranks with other positions since the last time, by (axis, op, distance in ranks)."""
+        """Returns {(axis, op, sender's index minus this rank's): bytes received} over axes that cut positions."""
         places = {axis.name: axis.index for axis in self.inner}
         return {
             (axis, op, source - places[axis]): size
@@ -418,23 +418,23 @@ class Rehearsal:
 
 
 def _made_up(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a whole weight in the place of a sharded one; its values are made up."""
+    """Returns an unsharded weight, without values, in place of a sharded one."""
     return torch.empty(weight.shape, dtype=weight.dtype)
 
 
 def trace_of(
     shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
 ) -> RankTrace:  # fmt: skip
-    """Returns the trace of one rank under cuts; `InputError` where it cannot be traced, `RefusedPlan` as in a run.
+    """Returns the trace of the rank at index `tp`, `pp`; raises `InputError` if untraceable, `RefusedPlan` as a run.
 
-    sizes   samples of each micro-batch; the last holds for those that follow
-    beside  the data rank's place among those that fill whole groups of ep, and how many samples each of these has
-    place   along each axis that cuts positions
+    sizes   samples of each micro-batch; the last one holds for those that follow
+    beside  the data rank's index among the data ranks of its ep groups, and their samples (see `Beside`)
+    place   the rank's index on each axis that cuts positions; () for the first
     """
     enclosed = shares.looks.enclosed.setdefault(shares.cuts.wrap, set())
     try:
         with as_real():
-            while True:  # as a run does: all anew, until no unit's weights are read while it does not run
+            while True:  # as a run: anew, until no unit's weights are read while it does not run
                 rehearsal = Rehearsal(shares, tp, pp, sizes, beside, place)
                 trace = rehearsal.run(enclosed)
                 if not rehearsal.outside:
@@ -445,4 +445,4 @@ def trace_of(
     except Exception as error:
         raise InputError(untraced(error, ModulePath())) from error
     finally:
-        forget()  # a gathered tensor of this rehearsal is none of the next one's
+        forget()  # the next rehearsal must not reuse gathered tensors of this one

@@ -1,4 +1,4 @@
-"""ZeRO-2's buckets of one rank (`Flat`) on tensors without values, which are reduced after every micro-batch."""
+"""ZeRO-2's gradient buckets of one rank (`Flat`) on fake tensors, reduced after every micro-batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def rehearsed_buckets(
     precision: Precision,
     aside: Callable[[], AbstractContextManager[None]],
 ) -> Flat:
-    """Returns the technique that reduces gradients of these parameters over `ranks` ranks.
+    """Returns a `Flat` that reduces gradients of the parameters `named` over `ranks` ranks, sending nothing.
 
-    aside  context in which operations are not counted as work of the module's: copies into buckets
+    aside  makes a context in which operations do not count as work of the module (copies into buckets)
     """
     shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=cuts.gloo)
     flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), precision, stage=PER_MICROBATCH)
+    # copies into buckets are the technique's, and must not count as work of the module
     into_bucket = flat.buckets._on_gradient
 
     def on_gradient(*of_bucket: Any) -> None:
@@ -43,6 +44,6 @@ def rehearsed_buckets(
 
 
 def _used(slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
-    """Drops gradients as an update within backward does."""
+    """Drops the gradients of these slots, as an update within backward does."""
     for slot in slots:
         slot.master.grad = None

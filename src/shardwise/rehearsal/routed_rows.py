@@ -1,6 +1,6 @@
-"""How many rows each rank of ep has to send in a rehearsal: by its samples, and by its share of their positions.
+"""How many tokens each rank of an ep group sends in a rehearsal: its samples times its share of their positions.
 
-dp_shard=2,cp=2,ep=4    ranks of ep: (sample shares 0, 0, 1, 1) x (position shares 0, 1, 0, 1)
+dp_shard=2,cp=2,ep=4    ranks 0 to 3 of ep: data ranks 0, 0, 1, 1; ranks of cp 0, 1, 0, 1
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwise.rehearsal.cut_module import Cuts, Place, axes_at
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The rank of a rehearsal among those of ep, and how many rows each of these has.
+    """The rehearsed rank's ep group, and what its ranks hold of a sample.
 
-    index      of the rank in its group of ep
-    data       of each rank of the group, its place among data ranks that fill whole groups
-    positions  of each rank of the group, how many positions of a sample it has
+    index      the rehearsed rank's index in the group
+    data       for each rank of the group, the index of its data rank among the data ranks of whole ep groups
+    positions  for each rank of the group, the number of positions of a sample that it has
     """
 
     index: int
@@ -33,7 +33,13 @@ class RoutedRows:
 
     @classmethod
     def of(cls, cuts: Cuts, data_place: int, place: Place, positions: Positions | None, batch: Any) -> RoutedRows:
-        """Returns the rows of the rank at `place` along the axes that cut positions, on data rank `data_place`."""
+        """Returns the `RoutedRows` of one rank.
+
+        data_place  its data rank's index among the data ranks of whole ep groups
+        place       its index on each axis that cuts positions; () for the first
+        positions   how the batch is cut over these axes; None if it is not
+        batch       a batch, which says how many positions a sample has
+        """
         # without ep every rank has all experts
         if cuts.ep == 1:
             return cls(0, (0,), (1,))
@@ -48,9 +54,9 @@ class RoutedRows:
         )
 
     def loads(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rows of each rank of the group, in proportion; () where all have as many.
+        """Returns numbers in proportion to the tokens of each rank of the group; () if all ranks have as many.
 
-        samples  of the micro-batch, on each of the data ranks that fill whole groups; () where all have as many
+        samples  samples of the micro-batch on each data rank of whole ep groups; () if all data ranks have as many
         """
         each = [samples[rank] if samples else 1 for rank in self.data]
         rows = tuple(count * share for count, share in zip(each, self.positions, strict=True))
@@ -58,8 +64,8 @@ class RoutedRows:
 
 
 def _positions_at(cuts: Cuts, place: Place, positions: Positions | None, batch: Any) -> int:
-    """Returns how many positions the rank at a place has, of the first tensor of a batch that is cut; 1 if none is."""
-    # positions are not cut: rows are counted by samples
+    """Returns the positions per sample of the rank at `place`, in the first tensor of `batch` that is cut; else 1."""
+    # positions are not cut, so samples alone tell how many tokens a rank has
     if positions is None:
         return 1
     axes = {axis.name: axis for axis in axes_at(cuts.plan, place)}
@@ -70,6 +76,6 @@ def _positions_at(cuts: Cuts, place: Place, positions: Positions | None, batch: 
             left: dict[int, int] = {}
             for (_, dim, owners), axis in zip(there.dealt(leaf.shape, leaf_cuts), over, strict=True):
                 left[dim] = owners.counts[axis.index]
-            # tensors that are cut have the same share of positions: the first one tells
+            # every cut tensor has the same share of positions, so the first one is enough
             return math.prod(left.values())
     return 1

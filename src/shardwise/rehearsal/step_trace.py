@@ -1,10 +1,10 @@
-"""Trace a micro-batch of a whole module on fake tensors, recompute included: ops, bytes, FLOPs. A rank's: rank_row.
+"""Traces a micro-batch of an unsharded module on fake tensors: ops, bytes, FLOPs (`trace`). A rank's: rank_row.
 
-The module's own forward, loss and backward run under a dispatch mode on tensors without values; nothing is computed
-and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.
+The module's own forward, loss and backward run under a dispatch mode on fake tensors; nothing is computed and no memory
+is used. Recompute is applied as in a run, so that the ops and bytes that it adds are counted, not estimated.
 
-*What this does not do*: see kernels' workspace; follow modules that look at values other than integers
-(trace/known_values.py).
+*What this does not do*: count workspaces of kernels beyond those in workspaces.py; follow modules that branch on
+values other than integers (trace/known_values.py).
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ from shardwise.trace.outside_reads import ArgumentWrites
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """Returns the module with fake tensors in the plan's dtypes; `InputError` where it cannot be made so."""
+    """Returns the task's module in training mode, its tensors fake and in the plan's dtypes; or raises `InputError`.
+
+    fake  the mode to which the tensors belong
+    """
     model = checked(_built(task, fake))
     outside = [tensor for _, tensor in named_tensors(model) if not (tensor.is_meta or isinstance(tensor, FakeTensor))]
-    # weights that lay in memory before: a copy of the module, of whose tensors the structure alone is kept
+    # the constructor returned a module that existed before: it is copied, so that the user's own keeps its weights
     if any(isinstance(tensor, nn.Parameter) for tensor in outside):
         model = copied(model, {id(tensor): tensor for tensor in outside})
     refuse_compiled(model)
@@ -75,8 +78,8 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
             f"'{path}' was made by torch.jit and cannot be traced without values: give it as it was before"
         )
     make_gradients_dense(model)
-    hold_pairs(model)  # which a forecast counts as the real numbers that they are
-    made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
+    hold_pairs(model)  # complex weights count as pairs of real numbers, as in a run
+    made: dict[int, torch.Tensor] = {}  # id of a tensor -> the fake one in its place, so that tied weights stay tied
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
         if id(tensor) not in made:
@@ -84,7 +87,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
             made[id(tensor)] = _as_parameter(tensor, whole) if trained else whole
         return made[id(tensor)]
 
-    kept = [*model.parameters(), *model.buffers()]  # else an id might be given again
+    kept = [*model.parameters(), *model.buffers()]  # otherwise Python might reuse their ids
     with fake:
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -101,9 +104,10 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
 
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """Returns the module without weights, as far as its constructor allows; `InputError` where it fails anyway.
+    """Returns the task's module, built with fake tensors, else on the meta device, else with deferred weights.
 
-    A constructor may read values of tensors that it puts on the CPU itself, whatever the default device is.
+    The last is for constructors that read values of tensors. Raises `InputError` if the first two fail alike, since
+    then the constructor fails in any case.
     """
     failed: list[Exception] = []
     for without_values in (fake, torch.device("meta")):
@@ -112,28 +116,28 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
                 return task.model()
         except Exception as error:
             failed.append(error)
-    if repr(failed[0]) == repr(failed[1]):  # no matter of values: with weights in memory it would fail alike
+    if repr(failed[0]) == repr(failed[1]):  # missing values are not the cause
         raise InputError(f"the model's constructor fails: {told_of_constructor(failed[0])}") from failed[0]
     with torch.random.fork_rng(devices=[]):
         return build_deferred(task.model, 0).module
 
 
 def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a fake tensor of the same shape and strides in this dtype; to be called within `fake`.
+    """Returns a fake tensor of the same shape and strides in `dtype`; call it with `fake` active.
 
-    One that is fake already, or has values, stays on its device; one of "meta" comes to the CPU.
+    It has the device of `tensor`, or the CPU if that is "meta".
     """
     if isinstance(tensor, FakeTensor):
         return tensor.data.to(dtype)
-    if tensor.device.type == "meta":  # asking it for `.data` would cost more than all that it tells
+    if tensor.device.type == "meta":  # quicker than going through `.data`
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
     return fake.from_tensor(tensor.data).to(dtype)
 
 
 def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter itself where `whole` is it, else a new one of `whole`.
+    """Returns `was` itself if `whole` has its dtype and storage, else a new parameter of `whole`.
 
-    A copy of a fake parameter (`copy.deepcopy`) names another storage than its views have, which would count twice.
+    A fake parameter made by `copy.deepcopy` has another storage than its views, which would count its bytes twice.
     """
     if was.dtype == whole.dtype and was.untyped_storage()._cdata == whole.untyped_storage()._cdata:
         return was
@@ -141,7 +145,7 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def one_sample(task: Task) -> Any:
-    """Returns a batch of one sample from the task's own data; `InputError` where it cannot be read."""
+    """Returns a batch of one sample from the task's data, or raises `InputError` if it cannot be read."""
     if task.batch is None:
         check_data(task)
         return read_samples(task, [0])
@@ -150,17 +154,17 @@ def one_sample(task: Task) -> Any:
 
 
 def batch_bytes(batch: Any) -> float:
-    """Returns the bytes of all tensors of a batch; overlapping views count once."""
+    """Returns the bytes of all tensors and numpy arrays of a batch; overlapping views of a storage count once."""
     leaves = pytree.tree_leaves(batch)
     spans: dict[int, tuple[int, int]] = {}
     for leaf in leaves:
-        # views of one storage count together, and gaps between them (padding) with them
+        # views of one storage are one span, with the gaps (padding) between them, which are in memory as well
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             first = leaf.storage_offset()
             last = first + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
             low, high = spans.get(key := leaf.untyped_storage()._cdata, (first * leaf.itemsize, 0))
             spans[key] = min(low, first * leaf.itemsize), max(high, last * leaf.itemsize)
-    # arrays of numpy have memory of their own
+    # numpy arrays are assumed to share no memory
     arrays = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
     return float(arrays + sum(high - low for low, high in spans.values()))
 
@@ -177,10 +181,10 @@ def repeated(batch: Any, times: int) -> Any:
 
 
 def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
-    """Returns a batch of `samples` copies of the sample as fake tensors; integers keep their values."""
+    """Returns a batch of `samples` copies of a batch of one, as fake tensors; integer tensors keep their values."""
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):  # a task that turns it into a tensor gets one without values
+        if isinstance(leaf, np.ndarray):  # under `fake` the task turns it into a fake tensor
             return np.concatenate([leaf] * samples) if leaf.ndim else leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -200,17 +204,17 @@ def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
     fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (), moved: str = "none", moments: bool = False,
 ) -> StepTrace:  # fmt: skip
-    """Returns the counts of one micro-batch: its operations, bytes and FLOPs.
+    """Returns the counts of one forward and backward of `samples` samples: operations, bytes and FLOPs.
 
-    sample   a batch of one, so that the task need not make it again
-    joined   ranks over which batch norms take their statistics, none for the module's own
-    fused    attention and dropout as a GPU has them (rehearsal/gpu_kernels.py)
-    follow   random ops as a run answers them whose numbers are one process's (randomness=global)
-    wrap     names the blocks that are recomputed, or whose activations move, where a plan does
+    sample   a batch of one sample; None: it is read from the task
+    joined   number of ranks over which batch norms take their statistics; 0: each rank takes its own
+    fused    whether attention and dropout use the kernels of a GPU (rehearsal/gpu_kernels.py)
+    follow   whether random operations run as they do under randomness=global
+    wrap     a plan's names of the blocks that are recomputed, or whose activations move; (): the repeated ones
     moved    what a plan's `offload` says of activations
-    moments  live bytes are noted as each gradient comes
+    moments  whether to note the live bytes at the arrival of each gradient
 
-    A module that cannot be traced raises `InputError` with the line that failed.
+    Raises `InputError` with the failing line if the module cannot be traced.
     """
     kept = Precision.of(Plan(precision=precision))
     fake = Fake()
@@ -230,7 +234,7 @@ def trace(
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
             writes.watch(model)
-            arrivals = Arrivals(model.parameters())  # gradients are an account of their own: buckets, or shards
+            arrivals = Arrivals(model.parameters())  # the forecast itself adds the memory of gradients
             live, routed, sent = LiveBytes(resized=[]), TracedValues(fake), Ledger()
             norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
@@ -242,7 +246,7 @@ def trace(
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
             with norms, kernels, fake, generators_kept(), seen_by, unpadded():
                 batch = in_run_dtype(batch, kept)
-                # the forward's own inputs and outputs live as long as they do in a run, hence the `del`
+                # inputs and outputs must live no longer than in a run, hence the `del`
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
                     output = kept.cast_outputs(model(*args, **kwargs))
@@ -252,7 +256,7 @@ def trace(
                 total.backward()
             counts.arrived = [(place, live_then - base) for place, live_then in arrivals.moments]
             counts.idle, counts.own_backward = arrivals.idle, seen.met
-            # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
+            # a backward inside the forward reads weights of units that do not run then, so no module may be a unit
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
             counts.put = activations.put_bytes() if activations is not None else {}
             windows.tell(counts, base)
@@ -266,14 +270,14 @@ def trace(
     except (InputError, RefusedPlan):
         raise
     except Exception as error:
-        # a small model is tried with values, in a single process: if that fails, its error says more than the trace's
+        # a small model is run with values in a single process; if that fails too, its error is clearer than this one
         few = None if sample is None or not 0 < counts.parameters <= MOST_ELEMENTS else repeated(sample, samples)
         raise _failing_alone(task, kept, few) or InputError(untraced(error, inside)) from error
     return counts
 
 
 def forward_without_values(task: Task, sample: Any) -> None:
-    """Run the model's forward in evaluation on one sample, under the caller's modes; only integers have values."""
+    """Runs the model's forward on fake tensors in eval mode, on `sample` (a batch of one), under the caller's modes."""
     kept, fake = Precision.of(Plan()), Fake()
     with as_real():
         model = build(task, fake, kept).eval()
@@ -284,16 +288,16 @@ def forward_without_values(task: Task, sample: Any) -> None:
 
 
 def _failing_alone(task: Task, precision: Precision, batch: Any) -> InputError | None:
-    """Returns the error of a task that fails with real values too; None where it does not, or nothing can be tried."""
+    """Returns the error of a task that fails with real values too; None if it does not, or `batch` is None."""
     with suppress(Untried):
         return None if batch is None else told_alone(task, precision, batch)
     return None
 
 
 def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | JoinBatchNorm:
-    """Returns a mode for forward and backward: batch norms as a run on so many data ranks has them.
+    """Returns a mode for forward and backward in which batch norms take their statistics over `ranks` data ranks.
 
-    `ranks` is 0 for those of the module itself; else what they send is noted in `sent`, on an axis named "data".
+    With `ranks` 0 each rank takes its own. Otherwise messages are noted in `sent`, on an axis named "data".
     """
     if not ranks:
         return CountBatchNorm()
@@ -304,7 +308,7 @@ def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | 
 
 
 def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
-    """Returns the number of calls by (op, mean bytes of its whole tensors) that a rehearsal sent over `ranks`."""
+    """Returns {(op, mean bytes of its full tensor): calls} of the ledger `sent` of collectives over `ranks` ranks."""
     sizes: Counter[tuple[str, float]] = Counter()
     for (_, op, _), entry in sent.entries.items():
         sizes[op, entry.received_bytes / FACTORS[op](ranks) / entry.calls] += entry.calls
@@ -312,14 +316,14 @@ def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
 
 
 def in_run_dtype(batch: Any, precision: Precision) -> Any:
-    """Returns the batch, its floating-point tensors in float64 where the run computes in float64."""
+    """Returns the batch, with floating-point tensors converted to float64 if the run computes in float64."""
     if precision.compute != torch.float64:
         return batch
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
 
 
 def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) of the module for a batch, in its dtype; `InputError` where Task.inputs gives others."""
+    """Returns (args, kwargs) of the module for a batch, in the run's compute dtype; `InputError` if not such a pair."""
     args, kwargs = call_arguments(task, batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 
@@ -333,7 +337,7 @@ def objective(loss: tuple) -> torch.Tensor:
 
 
 class OwnBackward(TorchFunctionMode):
-    """Function mode that notes in `met` whether a forward takes gradients itself."""
+    """Function mode whose `met` says whether `torch.autograd.grad` was called while it was active."""
 
     met = False
 
@@ -343,16 +347,17 @@ class OwnBackward(TorchFunctionMode):
 
 
 class Arrivals:
-    """Drops the gradient of each trained parameter as it comes, and notes which did.
+    """Drops the gradient of each trained parameter as soon as backward makes it, and notes which parameters got one.
 
-    live   counts bytes, where those at each arrival are asked for: `moments`, (place, bytes)
+    live     counts live bytes; None: nobody asks for `moments`
+    moments  (index among the trained parameters, live bytes) at each arrival, in order
     """
 
     live: LiveBytes | None = None
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.moments: list[tuple[int, int]] = []
-        self._seen: dict[int, int] = {}  # elements by parameter that a gradient came to
+        self._seen: dict[int, int] = {}  # id of a parameter that got a gradient -> elements
         self._sizes: list[int] = []
         for parameter in parameters:
             if parameter.requires_grad:
@@ -367,21 +372,20 @@ class Arrivals:
 
     @property
     def idle(self) -> int:
-        """Returns the elements of parameters that no gradient reached."""
+        """Returns the elements of all trained parameters that got no gradient."""
         return sum(self._sizes) - sum(self._seen.values())
 
 
 def note_sizes(counts: StepTrace, model: nn.Module, params: Collection[nn.Parameter], blocks: Iterable[str]) -> None:
-    """Set a trace's sizes of the parameters that are held here, of buffers and of blocks (their paths)."""
+    """Sets the sizes in `counts` of `params`, which this rank holds, of buffers, and of `blocks` (module paths)."""
     counts.parameters, counts.tensors = sum(p.numel() for p in params), len(params)
-    # by what the optimizer moves and what is gathered: sizes that repeat are counted
     counts.in_order = in_order(p for p in params if p.requires_grad)
     counts.wholes = wholes_of(model, (p for p in params if p.requires_grad))
     counts.sizes = Counter(counts.in_order.values())
     counts.gradients = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
     counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in blocks]
-    # what lies outside of blocks is gathered at once
+    # weights outside of blocks belong to the root, which gathers them together
     counts.rest = counts.parameters - sum(counts.units)
 
 
@@ -389,13 +393,13 @@ NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors n
 
 
 class ModulePath:
-    """Paths of the modules whose forward runs, so that a failure can be placed."""
+    """Keeps in `path` the modules whose forward runs now, outermost first, to name the one that failed."""
 
     def __init__(self) -> None:
         self.path: list[str] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Follow the forwards of a model and of all modules in it."""
+        """Adds hooks to a model and all its submodules that keep `path` current."""
         for path, child in model.named_modules():
             name = f"'{path}' ({type(child).__name__})" if path else type(child).__name__
             child.register_forward_pre_hook(lambda m, a, name=name: self.path.append(name))
@@ -407,7 +411,7 @@ class ModulePath:
 
 
 def untraced(error: BaseException, inside: ModulePath) -> str:
-    """Returns the message of a model that could not be traced: the module, the line, the reason, what to do."""
+    """Returns the message for an `error` of a trace: the module that ran (`inside`), the line, the reason, a remedy."""
     where = f"in {inside.path[-1]}, " if inside.path else ""
     text = (str(error).strip().splitlines() or ["(no message)"])[0]
     what = f"{type(error).__name__}: {text}"
@@ -422,12 +426,12 @@ def untraced(error: BaseException, inside: ModulePath) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Returns the place of an error: the innermost line of the user's own code, else of the model's library."""
+    """Returns "file:line: " of an error, the innermost one in the user's code, else in the model's library, else ""."""
     from traceback import extract_tb
 
     ours = str(Path(__file__).parents[1])
     frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    # the user's own code first, then the innermost line of a library that is not torch's
+    # the user can act on a line of their own code, less on one of a library, and not on one of torch
     own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
     theirs = [f for f in frames if "/torch/" not in f.filename]
     if not (chosen := own or theirs):

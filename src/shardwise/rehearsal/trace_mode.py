@@ -1,6 +1,6 @@
-"""One dispatch mode for a trace: values that are known, live bytes, counts and random draws.
+"""`RehearsalMode`: one dispatch mode that follows known values, live bytes, operation counts and random operations.
 
-To hand an operation from one mode to the next costs as much as what the modes do with it.
+One mode replaces several, because handing an operation from one mode to the next costs as much as a mode's own work.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shardwise.trace.known_values import Values, known
 from shardwise.trace.outside_reads import ArgumentWrites, OutsideReads
 
 _RAND = torch.ops.aten.rand.default
-_CHOSEN = torch.ops.aten.multinomial.default  # by scores: `Values` says which
+_CHOSEN = torch.ops.aten.multinomial.default  # chooses by scores, whose result `Values` assumes
 _DROPOUT = torch.ops.aten.native_dropout.default
 _ENTER = torch.ops.profiler._record_function_enter_new.default
 _EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class RehearsalMode(TorchDispatchMode):
-    """One mode for three: as if `values`, `live` and `count` had been entered in turn. Enter it above the fake mode.
+    """Does in one mode what `values`, `live` and `count` do if entered in turn. Enter it above the fake mode.
 
-    draws    answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
-    outside  answers reads of weights that lie in pieces, if there are any
-    writes   is told of operations that write
-    fused    as on a GPU: the bits of a draw take one kernel (random/hashing.py)
+    draws    answers random operations by global index, as a run with randomness=global does; None if torch draws
+    outside  answers reads of FSDP2's sharded weights while their unit does not run; None if nothing is sharded so
+    writes   is called with every operation that writes into a tensor; None if nobody asks
+    fused    whether random bits that nobody reads are one kernel, as on a GPU (random/hashing.py)
 
-    What FSDP2 does around a unit, by the labels that it has for profiles, takes memory and is not counted.
+    Operations of FSDP2 around a unit, known by FSDP2's profiler labels, count as memory but not as operations.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class RehearsalMode(TorchDispatchMode):
         self.fused = fused
         self.values, self.live, self.count, self.draws, self.outside = values, live, count, draws, outside
         self.writes = writes
-        self._labels: list[bool] = []  # entered and not left: whether it is FSDP2's
-        self._hidden = False  # inside a draw whose bits nobody reads
+        self._labels: list[bool] = []  # open profiler labels, innermost last: whether FSDP2's
+        self._hidden = False  # inside a random operation whose numbers nobody reads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,13 +55,13 @@ class RehearsalMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked twice for each op in backward
-        # randomness=global: a run answers a draw by global index, by operations that are counted here too
+            return args[0].fake_device  # backward asks this twice for each op: answered here, which is quicker
+        # with randomness=global a run computes random numbers from global indices, by ops that count as well
         if self.draws is not None and func in DRAWS and _many(func, args) and draws(func, args, kwargs or {}):
             self._hidden = _unread(func, args)
             self.draws.one_kernel = self.fused and self._hidden
             try:
-                # a mode is left while it answers: what the draw does is counted as well
+                # torch leaves a mode while it answers, so it is entered again to count the ops of the answer
                 with self:
                     return self.draws.answer(func, args, dict(kwargs or {}))
             finally:
@@ -69,22 +69,22 @@ class RehearsalMode(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
                 self.count.trace.cut_calls += 1
-                return NotImplemented  # a share of a tensor: what its rule does is counted
-        # FSDP2's labels for profiles tell what it does around a unit
+                return NotImplemented  # a sharded tensor: the ops that its rule runs on the local one are counted
+        # FSDP2's profiler labels tell which operations are its own
         if func is _ENTER or func is _EXIT:
             self._label(func, args)
             return func(*args, **(kwargs or {}))
-        # FSDP2's own copies around a unit: memory, but no work of the module's
+        # FSDP2's own copies around a unit take memory, but are not work of the module
         if True in self._labels:
             out = func(*args, **(kwargs or {}))
             self.live.note(out)
             return out
         if self.writes is not None and func._schema.is_mutable:
             self.writes.note(func, args, kwargs or {})
-        # a weight in pieces is read while its unit does not run: a run would gather it
+        # a sharded weight that is read while its unit does not run: a run would gather it
         if self.outside is not None and DTensor in types:
             args, kwargs = self.outside.answered(args, kwargs or {})
-        # the bits of a draw whose values nobody knows are not worth hashing
+        # if nobody reads the random numbers, hashing their bits would be wasted time
         out = func(*args, **(kwargs or {})) if self._hidden else self.values.run(func, args, kwargs or {})
         self.live.note(out)
         self.count.note(func, args, out)
@@ -98,19 +98,19 @@ class RehearsalMode(TorchDispatchMode):
 
 
 def followed(yes: bool) -> GlobalRandom | None:
-    """Returns what answers random ops by global index (`yes`), or None where torch's generators draw."""
+    """Returns the mode that answers random operations by global index if `yes`, else None (torch's generators)."""
     return GlobalRandom(BatchDims()) if yes else None
 
 
 def _many(func: Any, args: tuple) -> bool:
-    """Whether more than one number is drawn; on a single one a choice may hang, which `Values` makes."""
+    """Whether an op is no `rand` of a single number, which `Values` answers since a branch may depend on it."""
     return func is not _RAND or math.prod(args[0]) != 1
 
 
 def _unread(func: Any, args: tuple) -> bool:
-    """Whether a draw fills a tensor without known values, so that nobody reads its numbers.
+    """Whether a random operation fills a tensor without known values, so that nobody reads its numbers.
 
-    Its bits are hashed from indices that are known, which would take longer than all else in a trace.
+    Hashing their bits from the indices, which are known, would take longer than everything else in a trace.
     """
     if func is _DROPOUT or func is _CHOSEN or not args:
         return func is _DROPOUT

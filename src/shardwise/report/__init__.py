@@ -1,4 +1,4 @@
-"""A report of one run or several as one HTML page that needs nothing outside itself. No torch."""
+"""Makes a report of one or several runs as a self-contained HTML page. No torch."""
 
 from __future__ import annotations
 

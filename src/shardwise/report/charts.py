@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over steps, and stacked bars. Their colours are those of the page."""
+"""Charts as SVG: lines over steps, and stacked bars. Colours are indexes into those of report/page."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import html
 import math
 from collections.abc import Sequence
 
-WIDE, HIGH = 560, 240  # of a chart, in its own units: it is drawn as wide as the page lets it
-LETTER = 9.2  # of a text's width, in the larger size of narrow pages
-LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 26
-POINTS = 300  # of a line at most; each is the mean of the steps around it
-Points = list[tuple[float, float]]
+WIDE, HIGH = 560, 240  # size of a chart in its own units, which the page scales to its width
+LETTER = 9.2  # width of a letter in these units, in the larger font of narrow pages
+LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 26  # margins
+POINTS = 300  # most points of a line
+Points = list[tuple[float, float]]  # (step, value)
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most `POINTS` points, each the mean of neighbouring ones."""
+    """Returns at most `POINTS` points, each with the mean value of neighbouring ones."""
     if len(points) <= POINTS:
         return points
     means = []
@@ -25,7 +25,7 @@ def thinned(points: Points) -> Points:
 
 
 def number(value: float) -> str:
-    """Returns a number in three digits: `1.25k`, `0.0312`."""
+    """Returns a number as text with three digits and a unit prefix, such as "1.25k" or "0.0312"."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{suffix}"
@@ -33,7 +33,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Returns about `count` round numbers from `low` to `high`; [low] where that is no range."""
+    """Returns about `count` round numbers from `low` to `high`, or [low] if `high` is not above it."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -44,16 +44,20 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = False) -> str:
-    """Returns a chart of several lines over steps, (colour, name, points); "" where nothing can be drawn."""
+    """Returns a chart of lines over steps as HTML, or "" without finite values.
+
+    series  (index of a colour, name, points) of each line
+    what    caption; `dots`: whether points are marked
+    """
     drawn = [(colour, name, thinned(points)) for colour, name, points in series if points]
     xs = [x for _, _, points in drawn for x, _ in points]
     ys = sorted(y for _, _, points in drawn for _, y in points if math.isfinite(y))
-    # a run that diverged at once has NaN alone, of which no axis can be made
+    # a run that diverged at once has only NaN
     if not ys:
         return ""
     left, right = min(xs), max(max(xs), min(xs) + 1)
     low, high = ys[0], ys[-1]
-    if low > 0 and low < high / 3:  # from 0 on where that takes less than a third of the height
+    if low > 0 and low < high / 3:  # starts at 0 if the values would still use two thirds of the height
         low = 0.0
     pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low - pad if low else 0.0), high + pad
@@ -75,7 +79,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points if math.isfinite(y))
         title = f"<title>{html.escape(name)}</title>"
         parts.append(f"<polyline class='line c{colour}' points='{path}'>{title}</polyline>")
-        # a line through one point is invisible
+        # a line with one point is invisible without a dot
         for x, y in points if dots or len(points) == 1 else ():
             label = f"<title>{html.escape(name)}, step {x:g}: {y:.4g}</title>"
             parts.append(f"<circle class='dot c{colour}' cx='{x_of(x):.1f}' cy='{y_of(y):.1f}' r='3'>{label}</circle>")
@@ -86,14 +90,19 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, colours: dict[str, int]) -> str:
-    """Returns HTML of horizontal bars on one scale, each made of named parts, colour by part; "" where all are 0."""
+    """Returns a chart of horizontal stacked bars as HTML, or "" if all are 0.
+
+    rows     (name of the bar, {part: value}) of each bar
+    what, unit  caption, and unit of the values
+    colours  {part: index of its colour}
+    """
     most = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""
     drawn, row_high = [], 26
     totals = [f"{number(sum(parts.values()))} {unit}" for _, parts in rows]
     label = 12 + LETTER * max(len(name) for name, _ in rows)
-    room = WIDE - label - 8 - LETTER * max(map(len, totals))  # of the longest bar, its total behind it
+    room = WIDE - label - 8 - LETTER * max(map(len, totals))  # of the longest bar, with space for its total
     for at, (name, parts) in enumerate(rows):
         x, y = float(label), 4 + row_high * at
         drawn.append(f"<text x='{label - 8:.1f}' y='{y + 14}' text-anchor='end'>{html.escape(name)}</text>")

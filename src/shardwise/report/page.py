@@ -1,4 +1,4 @@
-"""The report's page: several runs side by side, each figure explained, each setting with its source."""
+"""`page`: the HTML report of runs side by side, with charts, tables, and each setting's source."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from shardwise.report.charts import bars, lines, number
 from shardwise.report.runs import RunFiles
 
-COLOURS = 8
+COLOURS = 8  # after which runs repeat colours
 LIGHT = ("#2f6bb0", "#d9641a", "#2f8a4c", "#a83a8d", "#b0301f", "#5d5ec9", "#7a6a1e", "#3d7f8c")
 DARK = ("#79b0f0", "#ffa766", "#72cf92", "#e48ccb", "#ff8c7a", "#a9aaff", "#d6c46a", "#7fcad8")
 VERSIONS = ("shardwise", "torch", "python")
 MEMORY = ("parameters", "gradients", "optimizer")
-# what the keys of the tasks' own numbers begin with, as training/loop writes them
+# beginnings of the keys of a task's own metrics in records of steps, and of evaluations (training/loop writes them)
 OF_STEPS, OF_HELD_OUT = ("extra/", "metric/"), ("eval_metric/", "ema_eval_metric/")
 
 
 def style() -> str:
-    """Returns the style sheet: both looks, wide and narrow, and paper."""
+    """Returns the CSS for light and dark mode, wide and narrow screens, and print."""
 
     def colours(chosen: Sequence[str]) -> str:
         return "".join(f"--c{index}:{colour};" for index, colour in enumerate(chosen))
@@ -54,7 +54,7 @@ def style() -> str:
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """Returns one HTML page of these runs, without files beside it."""
+    """Returns the report of these runs as one self-contained HTML page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         f"<h1>{_text(title)}</h1>",
@@ -89,8 +89,7 @@ def _pair(parts: Iterable[str]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
-    """Returns a table of cells in HTML; the last `numbers` columns are aligned to the right."""
-    # no rows: the caller says what there is instead
+    """Returns an HTML table, "" without rows; cells are HTML, and the last `numbers` columns are right-aligned."""
     if not rows:
         return ""
     first = len(head) - numbers
@@ -107,12 +106,12 @@ def _named(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _overview(runs: Sequence[RunFiles]) -> str:
-    """Returns the table of what the runs came to, a column for each."""
+    """Returns the HTML table of the main results, with one column for each run."""
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
         ("task", lambda run: _broken(run.task)),
         ("plan", _plans),
         ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
-        # a run without a summary is still going, or was killed
+        # a run without a summary is still running, or was killed
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
         ("loss", lambda run: f"{_loss_of(run.steps[0])} → {_loss_of(run.steps[-1])}"),
         ("held-out loss", lambda run: _loss_of(run.held_out[-1], "eval_loss") if run.held_out else "–"),
@@ -125,13 +124,13 @@ def _overview(runs: Sequence[RunFiles]) -> str:
 
 
 def _loss_of(record: dict[str, Any], name: str = "loss") -> str:
-    """Returns a record's loss as text; one that was not finite is null in its file."""
+    """Returns the value `name` of a record as text; a value that was not finite is None there."""
     return "not finite" if record[name] is None else f"{record[name]:.4g}"
 
 
 def _plans(run: RunFiles) -> str:
-    """Returns a run's plan, or all that took its steps one after another."""
-    # a run that has ended tells its plan in its summary; one that has not, in its configuration
+    """Returns a run's plan as HTML, or all its plans if it was resumed under others."""
+    # only a run that has ended has its plan in the summary
     plans = run.summary.get("plans") or [run.summary.get("plan") or run.plan or ""]
     return "<br>".join(f"<code>{_text(plan)}</code>" for plan in plans)
 
@@ -146,13 +145,13 @@ def _loss(runs: Sequence[RunFiles]) -> str:
 
 
 def _held_out(runs: Sequence[RunFiles]) -> str:
-    """Returns the chart of held-out losses."""
+    """Returns the chart of held-out losses, "" without evaluations."""
     series = [(at % COLOURS, run.name, run.column("eval_loss", of_steps=False)) for at, run in enumerate(runs)]
     return lines(series, "held-out loss", dots=True)
 
 
 def _own(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns a chart for each of the tasks' own numbers, in training and on held-out data."""
+    """Returns a chart for each metric and extra loss term of the tasks, in training and on held-out data."""
     charts = []
     for of_step, begins in ((True, OF_STEPS), (False, OF_HELD_OUT)):
         records = [row for run in runs for row in (run.steps if of_step else run.held_out)]
@@ -164,7 +163,7 @@ def _own(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _speed(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns a chart of speed, as HTML, for each unit that runs are counted in (samples, tokens)."""
+    """Returns a chart of speed for each unit ("samples", "tokens") that the runs have."""
     units = list(dict.fromkeys(run.unit for run in runs))
     series = [(at % COLOURS, run.name, run.column(f"{run.unit}_per_s")[1:]) for at, run in enumerate(runs)]
     pairs = list(zip(runs, series, strict=True))
@@ -172,15 +171,17 @@ def _speed(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _where(runs: Sequence[RunFiles]) -> str:
-    """Returns milliseconds of a step by kind: of profiled steps where there are some, else waiting and the rest."""
+    """Returns a bar chart of a step's milliseconds by kind, of each rank of profiled runs.
+
+    A run that was not profiled has one bar with the median step and the median wait for input.
+    """
     rows: list[tuple[str, dict[str, float]]] = []
     for run, name in zip(runs, _short(runs), strict=True):
         tables = run.profile.get("ranks", [])
         for rank, table in enumerate(tables):
-            spent = {kind: ms for kind, ms in table.items() if kind != "measured"}  # that is all of them together
+            spent = {kind: ms for kind, ms in table.items() if kind != "measured"}  # "measured" is the total
             parts = {kind: float(ms) for kind, ms in spent.items() if isinstance(ms, int | float) and ms > 0}
             rows.append((f"{name} rank {rank}", parts))
-        # a run that was not profiled has the two figures of its metrics file
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
             rows.append((name, {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits}))
@@ -190,7 +191,7 @@ def _where(runs: Sequence[RunFiles]) -> str:
 
 
 def _memory(runs: Sequence[RunFiles]) -> str:
-    """Returns the chart of what each rank holds, by class."""
+    """Returns a bar chart of the bytes that each rank holds (parameters, gradients, optimizer state)."""
     held = [(f"{short} rank {rank}", {name: each.get(name) or 0 for name in MEMORY})
             for run, short in zip(runs, _short(runs), strict=True)
             for rank, each in enumerate(run.summary.get("memory", []))]  # fmt: skip
@@ -202,28 +203,26 @@ def _memory(runs: Sequence[RunFiles]) -> str:
 
 
 def _short(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns the names of runs without the parts with which all begin (the date); of one too long, its end."""
+    """Returns the runs' names without their common first parts (such as the date), at most 20 letters of the end."""
     parts = [run.name.split("-") for run in runs]
-    # the date and the task are the same for the runs of a day: what follows them tells them apart
     alike = next((at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
-    # names that are the same to the end keep all of it
+    # a name of common parts alone is kept complete
     names = ["-".join(each[alike:]) or "-".join(each) for each in parts]
-    # a column's head has room for so many letters
     return [name if len(name) <= 20 else f"…{name[-19:]}" for name in names]
 
 
 def _broken(name: Any) -> str:
-    """Returns a name that a narrow page may break behind an underscore; behind a hyphen it does so by itself."""
+    """Returns a name as HTML that a browser may wrap after an underscore, as it does after a hyphen."""
     return _text(name).replace("_", "_<wbr>")
 
 
 def _key(name: str) -> str:
-    """Returns a setting's name that a narrow page may break behind a dot."""
+    """Returns a setting's name as HTML that a browser may wrap after a dot."""
     return f"<code>{_text(name).replace('.', '.<wbr>')}</code>"
 
 
 def _forecasts(runs: Sequence[RunFiles]) -> str:
-    """Returns the table of forecasts beside measurements."""
+    """Returns the HTML table of forecast and measured figures, "" if no run has a forecast."""
     rows = []
     for run, name in zip(runs, _named(runs), strict=True):
         for what, pair in (run.summary.get("forecast") or {}).get("beside", {}).items():
@@ -249,7 +248,7 @@ def _bytes(value: float) -> str:
 
 
 def _wire(runs: Sequence[RunFiles]) -> str:
-    """Returns the table of collectives with their bytes."""
+    """Returns the HTML table of a step's collectives with their calls and bytes."""
     rows = []
     for run, name in zip(runs, _named(runs), strict=True):
         for row in run.wire:
@@ -260,11 +259,11 @@ def _wire(runs: Sequence[RunFiles]) -> str:
 
 
 def _settings(runs: Sequence[RunFiles]) -> str:
-    """Returns a table of the settings in which runs differ, then every setting of each with its origin."""
+    """Returns HTML with a table of the settings in which runs differ, then all settings of each run with sources."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     apart = [key for key in keys if len({run.settings.get(key, ("", ""))[0] for run in runs}) > 1]
     tables = ""
-    # one run differs from nobody
+    # a single run has nothing to compare with
     if len(runs) > 1:
         rows = [(_key(key), *[_setting(run, key) for run in runs]) for key in apart]
         tables += "<p>Settings that are not alike:</p>" + (_table(["", *_named(runs)], rows) or "<p>none</p>")

@@ -1,4 +1,4 @@
-"""Read the files of a run's folder for a report, also of a run under way; what is missing stays empty."""
+"""`read_run`: reads the files of a run's folder for a report, also of a run that has not ended."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from shardwise.layout import Plan
 
 @dataclass
 class RunFiles:
-    """The content of one run folder.
+    """The content of one run folder; a file that is missing leaves its field empty.
 
-    plan       what was asked for, of a run that has not ended
-    steps      a record for each optimizer step
-    held_out   a record for each evaluation
-    summary    the final table; empty for a run that has not ended
-    settings   key of the configuration -> (value as TOML, where it came from)
-    wire       collectives of one step: rows of op, tag, calls, bytes
-    profile    milliseconds of a step by kind, one table for each rank
+    name       of the folder
+    plan       the plan of a run that has not ended; else None, since `summary` has it
+    steps      the record of each optimizer step, from metrics.jsonl
+    held_out   the record of each evaluation, from metrics.jsonl
+    summary    summary.json; {} if the run has not ended
+    versions   {"shardwise", "torch", "python", "device", ...: text}
+    settings   {key of the configuration: (value as TOML, its source)}
+    wire       collectives of one step, each a dict with op, tag, calls, bytes
+    profile    {"ranks": [{kind: milliseconds of a step} of each rank]}; {} if it was not profiled
     """
 
     name: str
@@ -37,22 +39,22 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """Returns the name of the run's task; "" where no file tells."""
+        """Returns the name of the run's task, or "" if no file has it."""
         return str(self.summary.get("task") or self.settings.get("task.name", ('""', ""))[0].strip('"'))
 
     @property
     def unit(self) -> str:
-        """Returns the unit of the run's speed: samples or tokens."""
+        """Returns the unit of the run's speed: "tokens" if its steps count tokens, else "samples"."""
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str, of_steps: bool = True) -> list[tuple[float, float]]:
-        """Returns (step, value) of each record, of a step or else of an evaluation, that has a number under `name`."""
+        """Returns (step, value) of each record with a number under `name`; `of_steps`: of steps, not evaluations."""
         rows = self.steps if of_steps else self.held_out
         return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Returns the files of a run folder; `InputError` where it is none, has no step yet, or a file is damaged."""
+    """Returns the files of a run folder; raises `InputError` if it is none, has no step yet, or a file is damaged."""
     if not folder.is_dir():
         is_file = f"{folder} is a file; give the run's folder"
         raise InputError(f"report: {is_file if folder.exists() else f'there is no folder {folder}'}")
@@ -82,7 +84,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns the object in a file; {} where there is none, `InputError` where it is no JSON."""
+    """Returns the JSON object in a file; {} if there is no file, `InputError` if it is no JSON."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -91,7 +93,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def settings(text: str) -> dict[str, tuple[str, str]]:
-    """Returns key -> (value, source) of an effective configuration, whose lines read `key = value  # source`."""
+    """Returns {key: (value, source)} of a configuration's text, whose lines read `key = value  # source`."""
     values, table = {}, ""
     for line in text.splitlines():
         if head := re.fullmatch(r"\[([\w.]+)\]\s*(#.*)?", line.strip()):

@@ -1,11 +1,11 @@
-"""What ranks must agree on: samples, draws and settings before a step's gradients are divided; the order of calls.
+"""Checks that ranks agree: on samples, random generators and settings once a step, and on the order of their calls.
 
     rank 0   1 forward  2 step  3 model.state_dict()  waits until all have come
     rank 1   1 forward  2 step  3 forward  <- "rank 0 calls model.state_dict() [line 12], rank 1 a forward [line 9]"
 
-Each rank counts its collective calls, and the first to come to a number writes down what it does, in the store by which
-the run was set up; the others compare. So an evaluation, a save or an extra step under `if rank == 0:` is told before a
-collective is entered that would hang. Bytes: one line to the store for each call.
+Each rank counts its collective calls. The first rank to reach call number n writes the call's name into the store of
+the process group; each later one compares its own. So an evaluation, a save or an extra step under `if rank == 0:`
+raises before ranks enter a collective that would hang. Cost: one short line to the store for each call.
 
 What this does not do: see a rank that does something else for good; the wait ends after a deadline, naming the line.
 """
@@ -40,10 +40,10 @@ from shardwise.step.control import Tally
 
 
 def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> None:
-    """Set `tally.alike`, three checksums that must be equal on every rank: of batches, generators and settings.
+    """Sets `tally.alike` to three checksums, of batches, generators and settings, that all ranks must have alike.
 
-    checksum    of the batches that its loader drew, the same on ranks that drew the same
-    generators  draws are those of one process, so torch's generators must stand alike
+    checksum    CRC-32 over the sample indices of all batches that this rank's loader has drawn
+    generators  Whether torch's generators must be in one state on all ranks (randomness="global"); False writes 0
     """
     groups = engine.state.optimizer.param_groups
     plain = [
@@ -54,9 +54,9 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
 
 
 def compare(engine: Engine, tally: Tally) -> None:
-    """Raise `RunError` where ranks' `tally.alike` differ. Collective where the control row did not go to all ranks.
+    """Raises `RunError` if `tally.alike` differs between ranks, naming which of batches, generators or settings do.
 
-    tally   of a step that is complete, with what `note` wrote
+    tally   of a completed step, in which `note` set `alike`. Collective if the control row went to a part of the world
     """
     rows, step = tally.alike_by_rank, engine.steps_done + 1
     # the control row went round the ranks that add up gradients alone: those of other axes (tp) are compared here
@@ -84,15 +84,17 @@ def compare(engine: Engine, tally: Tally) -> None:
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
-    """Whether these tensors are equal, to the bit, on every rank of an axis. Collective."""
+    """Returns whether these tensors have equal bits on every rank of the axis `data`. Collective."""
     table = gather_rows(row_of([checksum_of([plain(tensor) for tensor in tensors])], device), data)
     return bool((table == table[0]).all())
 
 
 def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks give other values to one call (`what`). Collective; sends a checksum of each rank.
+    """Raises `InputError` if ranks pass different values to the call named `what`.
 
-    given   a state dict: tensors, numbers and text in dicts and lists; what else lies in it is not compared
+    Collective; sends one checksum per rank.
+
+    given   a state dict: tensors, numbers and str in nested dicts and lists; leaves of other types are not compared
     """
     leaves = {dotted(path): _bits(leaf) for path, leaf in tree_flatten_with_path(given)[0]}
     mine = zlib.crc32(repr(sorted(leaves.items())).encode())
@@ -114,12 +116,12 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Returns the place of a leaf in nested dicts and lists as text: "a.0.b"."""
+    """Returns the path of a leaf in nested dicts and lists as a dotted str such as "a.0.b"."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def _bits(value: Any) -> Any:
-    """Returns [dtype, shape, hash of the bits] of a tensor, the `repr` of anything else: equal where values are."""
+    """Returns what is compared of one leaf: [dtype, shape, hash of bits] of a tensor, else a `repr`."""
     if isinstance(value, torch.Tensor):
         plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
         bits = bits_hash(value.detach().resolve_conj().resolve_neg().reshape(-1)) if plain else 0
@@ -128,10 +130,13 @@ def _bits(value: Any) -> Any:
 
 
 def same_samples(look: list[float], checksum: int, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks read other samples under the same index. Collective; a few numbers of each.
+    """Raises `InputError` if ranks read different samples under the same index.
 
-    look      numbers of a sample, or of a batch, that every rank read; equal but for rounding where it is the same
-    checksum  of the indices; those that differ are told in the step
+    Collective; sends a few floats per rank.
+
+    look      `look_of` a sample, or of a batch, that every rank reads; compared within rounding
+    checksum  CRC-32 of the batch's indices; if these differ nothing is compared here, and `compare` raises at the
+              step's end
     """
     everybody = gather_json([checksum, look], world, device)
     # the loaders drew other indices, so other samples say nothing here: `compare` raises for that at the step's end
@@ -152,7 +157,10 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 def _plain(setting: Any) -> Any:
-    """Returns a number, text or tuple (of a one-element tensor its number); None for objects: a repr has an address."""
+    """Returns a number, str, tuple or None as it is, a one-element tensor as its number, None for any other object.
+
+    The `repr` of an object holds its address, which differs between ranks.
+    """
     setting = setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
     return setting if isinstance(setting, bool | int | float | str | tuple | None) else None
 
@@ -167,10 +175,10 @@ def _generators(device: torch.device) -> int:
 
 
 WAIT_S = 600.0
-_FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
-_APART = "apart"
-_KEPT = 1024  # numbers back to which what was done stays in the store
-_AT_ONCE = 64
+_FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1  # between two looks at the store: at first, and at most, since the pause doubles
+_APART = "apart"  # key of the store under which a rank that raises leaves its message
+_KEPT = 1024  # records of this many last calls stay in the store
+_AT_ONCE = 64  # older records that are deleted together
 _STEPS = {
     "mean": "prepared.backward(loss)",
     "mean_over": "prepared.backward(loss, mean_over=n)",
@@ -185,7 +193,13 @@ _OFTEN = (
 
 
 class Meeting:
-    """Checks at each collective call of a prepared script that every rank makes the same call. Made collectively."""
+    """Checks at each collective call of a prepared script that every rank makes the same call.
+
+    Made on all ranks together.
+        steps   cheap: calls of a step, compared in the shared memory of one host
+        passes  one message to the store, does not wait
+        enter   `passes`, then waits for all ranks
+    """
 
     def __init__(self, world: Axis, device: torch.device, wait_s: float = WAIT_S) -> None:
         self.world, self.wait_s = world, wait_s
@@ -193,24 +207,27 @@ class Meeting:
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"shardwise-meeting-{name}", store)
         self._rank = world.ranks[world.index]
-        self._number = 0  # of this rank's calls
-        self._written: set[str] = set()  # paths of files
+        self._number = 0  # `passes` of this rank so far
+        self._written: set[str] = set()  # paths of files that this rank saved
         self._group_store = store
         self._trail = Trail(world, list(_STEPS.values()), device, _OFTEN)
         atexit.register(say_ended)
         watch_saves(self.writes)
 
     def steps(self, call: str) -> None:
-        """Note that this rank makes `call`: "step", or a backward with a loss of this form; raises as `passes` does.
+        """Records that this rank makes `call`; raises `RunError` if a rank of this host recorded another one there.
 
-        Nothing is sent: ranks of one host compare in shared memory.
+        call    "step", or the form of the loss of a backward: "mean", "mean_over", "weight" or "sum" (`form_of`)
+
+        Nothing is sent, since ranks of one host compare in shared memory.
         """
         self._trail.mark(_STEPS[call])
 
     def writes(self, path: str) -> bool:
-        """Note that this rank writes the file `path`; returns whether it is the first time, and another one's too.
+        """Records that this rank saves the file `path`; returns whether it is the second rank of its host to do so.
 
-        The others: ranks of this host.
+        Only one of several ranks gets True, so that a warning is printed once. A rank's later saves to `path` get
+        False.
         """
         if path in self._written:
             return False
@@ -220,7 +237,7 @@ class Meeting:
         return False
 
     def passes(self, what: str) -> None:
-        """Note that this rank makes the call `what`; raises `RunError` where another rank's call differs."""
+        """Records that this rank makes the call `what`; raises `RunError` if another rank's call there differs."""
         self._number += 1
         line = line_of_script()
         told = self._store.compare_set(f"at/{self._number}", "", f"{what}\n{self._rank}\n{line}").decode()
@@ -233,7 +250,7 @@ class Meeting:
                 self._store.delete_key(f"at/{number}")
 
     def enter(self, what: str) -> None:
-        """Wait until every rank has come to this call. Raises `RunError`, naming the lines, where one will not come."""
+        """Waits until every rank makes the call `what`; raises `RunError` naming script lines if one will not come."""
         self.passes(what)
         here = f"came/{self._number}"
         self._store.set(f"{here}/{self._rank}", "")
@@ -245,7 +262,11 @@ class Meeting:
             pause_s = min(2 * pause_s, _PAUSE_S)
 
     def _look_around(self, what: str, here: str, *, late: bool) -> None:
-        """Raise `RunError` where a rank will not come to the call `what`: it parted, has ended, or is `late`."""
+        """Raises `RunError` if a rank will not come to the call `what`: it raised, its process ended, or it is `late`.
+
+        here    prefix of the keys in the store under which ranks note that they came
+        late    Whether this rank has waited longer than `wait_s`
+        """
         # another rank has raised already, and will never come: raise its message here, not a timeout
         if self._store.check([_APART]):
             raise _as_error(self._store.get(_APART).decode())
@@ -257,7 +278,7 @@ class Meeting:
             self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
 
     def _part(self, what: str) -> None:
-        """Tell the other ranks that calls differ, and raise."""
+        """Raises `RunError` with `what` and a remedy, after storing the message for the other ranks to raise."""
         message = (
             f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
             "need. Make them on every rank: decide by numbers that all share (the loss that backward returns, "
@@ -269,7 +290,7 @@ class Meeting:
 
 
 def _as_error(message: str) -> RunError:
-    """Returns a `RunError` whose text names script lines already, so that none is added to it."""
+    """Returns a `RunError` that `names_line` leaves unchanged, because its text names lines of the script already."""
     error = RunError(message)
     error.names_line = True  # type: ignore[attr-defined]
     return error

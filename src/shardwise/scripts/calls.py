@@ -1,8 +1,8 @@
-"""Follow a script's loop and its model's calls, and tell draws, model_look and whole_batch of them.
+"""Follows a script's loop and its model's calls; tells sample_draws, model_look and whole_batch of them.
 
-for x in loader     the part is known, draws are watched
-model(x)            the first one in training is looked at; inside, a draw must belong to samples
-backward            draws are the script's own business again, alike on every rank
+for x in loader     this rank's part of the batch is known; random operations are watched
+model(x)            the first call in training is checked; random numbers inside must belong to samples
+backward            random numbers are the script's own again, the same on every rank
 """
 
 from __future__ import annotations
@@ -46,52 +46,64 @@ from shardwise.trace.deferred import seed_of
 
 
 class Calls(Loop):
-    """Follows a script's loop (as the loader's `Events`) and the calls of its model."""
+    """Follows a script's loop, as the `Events` of its loader, and the calls of one model through forward hooks."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None, *,
         check: bool = True, loss_scope: str = "sample",
     ) -> None:  # fmt: skip
+        """Wraps the model's modules so that their calls come here; forwards are followed from `watch` on.
+
+        randomness  "global" or "fast", as in `prepare`
+        seed        of "fast" random numbers
+        leader      the `Calls` of the first model of the same loader; None: this is the first
+        check       Whether the first training call is checked on a few samples (`prepare(check_loss=)`)
+        loss_scope  "sample", "global" or "model", as in `prepare`
+        """
         super().__init__(model, mesh, randomness, leader, loss_scope)
         self.seed = seed
-        self.gathers = False  # every call needs all ranks
-        self.pieces = False  # ranks hold pieces of weights or state
+        self.gathers = False  # Whether every forward needs all ranks
+        self.pieces = False  # Whether ranks hold pieces of weights or optimizer state
         self._gate = Gate()
         self.refused: list[ShardwiseError] = []  # what refused this run: every later call raises the first
-        self.inside = 0  # the model's forward, how deep
-        self._running: list[bool] = []  # for each call of the model that has begun: it is counted there
+        self.inside = 0  # nesting depth of the model's forward, 0 outside
+        self._running: list[bool] = []  # for each open call, outermost first: whether `inside` counts it
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
             self.notices.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
         followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
         self._watched = SampleDraws(weakly(self._held_beside), weakly(self.drawn_for)) if followed else None
-        self.called = False  # the model, in training
+        self.called = False  # Whether a forward in training has begun
         self._looks = mesh.data.size > 1
-        self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
+        self._looked: dict[nn.Module | None, ModelLook] = {}  # submodule called (None: model) -> its check
         self._check = check
         asks = self._looks and check and not self.on_every_rank
         self._own = OwnBackwards(model, mesh.world, mesh.device) if asks else None
-        self._joined = set[nn.Module]()  # batch norms, over ranks
+        self._joined = set[nn.Module]()  # batch norms whose statistics are over ranks
         self._classes = ClassAttributes(model)
         self.entries = Entries(model, self._routes)
-        self._door: Door | None = None  # where the plan cuts positions
-        self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
+        self._door: Door | None = None  # set if the plan cuts positions
+        self._gathered: set[tuple[str, str]] = set()  # (operation, script line) reported as gathering
         self._script: Callable[[], Any] = lambda: None
-        self.forwards = 0  # by which "fast" draws are seeded
+        self.forwards = 0  # forwards under "fast", which seed its random numbers
 
     def compares(self) -> None:
-        """Do `WeightAccess.compare`: raise where weights or buffers differ that ranks must hold alike. Collective."""
+        """Runs `WeightAccess.compare`, which raises if weights or buffers held alike differ. Collective."""
         if (script := self._script()) is not None:
             script.compare()
 
     @property
     def part(self) -> Share | None:
-        """Returns which samples of the current batch count on this rank; None before the first."""
+        """Returns which samples of the current batch count on this rank; None before the first batch."""
         return self.dealt.part if self.dealt is not None else None
 
     @property
     def of_loss(self) -> Dealt | None:
-        """Returns the `Dealt` of the loss's batch, even if the next is fetched already; None before any batch."""
+        """Returns the `Dealt` of the batch that the loss is of; None before any.
+
+        A script that reads ahead has fetched a later batch by then, so the one that the last training forward used
+        comes first.
+        """
         return self.used or self.dealt
 
     @property
@@ -106,8 +118,7 @@ class Calls(Loop):
 
     @property
     def counted_once(self) -> tuple[Axis, ...]:
-        """Returns (data axis,) where its ranks compute one loss of all samples, counted once; () where each has its
-        own loss, or holds the whole model and batch."""
+        """Returns (data axis,) if each of its ranks computes the loss of all samples, of which one counts; else ()."""
         return (self.mesh.data,) if self.whole is not None and self.whole.spreads else ()
 
     @property
@@ -116,30 +127,32 @@ class Calls(Loop):
         return self.inside > 0 or self.entries.depth > 0
 
     def _routes(self) -> bool:
-        """Whether a submodule that the script calls by itself now is to run within a call of the whole model."""
+        """Returns whether a submodule is called by the script's own code, and must run as a call of the whole model."""
         if self.inside or self._gate.is_open:
             return False
         return self.gathers or (torch.is_grad_enabled() and self.model.training)
 
     @property
     def _look_now(self) -> ModelLook:
-        """Returns the `ModelLook` at the submodule that the script calls now; an empty one where none was looked at."""
+        """Returns the `ModelLook` of what the script calls now, a submodule or the model; empty before its check."""
         return self._looked.get(self.entries.now) or ModelLook([], [])
 
     @property
     def draws(self) -> SampleDraws | None:
-        """Returns the mode that follows random draws, the same for all models of a loop; or None."""
+        """Returns the mode that follows random operations, one for all models of a loop; None if there is none."""
         return self.leader._watched
 
     def _held_beside(self) -> Share | None:
-        """Returns this rank's samples of the current batch of another loader (`Prepared.split`); None without one."""
+        """Returns this rank's samples of the current batch of a `Prepared.split` loader; None if there is none."""
         return self.leader.other.local
 
     # --- the model
 
     def watch(self, script: Any, engine: Engine, *, gathers: bool) -> None:
-        """Follow the model's calls from here on; its weights are in place. `gathers`: every forward needs all ranks,
-        not only one in training.
+        """Registers the forward hooks; called once, when the plan has put the model's weights in place.
+
+        script  the `Prepared`, held weakly
+        gathers Whether every forward needs all ranks; False: only a training forward whose weights lie in pieces
         """
         if self.randomness == "global":
             refuse_draws(engine.state.experts)
@@ -160,7 +173,10 @@ class Calls(Loop):
 
     @for_good
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
+        """Hook before a forward: returns (args, kwargs) in the compute dtype, cut to this rank's samples and positions.
+
+        Also selects the batch, checks the model on its first training call, and begins to follow random operations.
+        """
         assert self.engine is not None
         self._running.append(False)
         # tensors of a torch.func transform have no memory that could be sent
@@ -184,7 +200,7 @@ class Calls(Loop):
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
             self.leader.select_batch_for_forward((args, kwargs), trains=trains)
-        if self.gathers or (trains and self.pieces):  # replicas need each other in backward alone
+        if self.gathers or (trains and self.pieces):  # replicas meet in backward alone
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
         if precision.mixed:
@@ -218,12 +234,15 @@ class Calls(Loop):
         return self._cut(args, kwargs)
 
     def _trains(self, module: nn.Module) -> bool:
-        """Whether a forward is one of the script's in training; a look has gradients where a forward needs some."""
+        """Returns whether the script runs a training forward: train mode, gradients on, no check of the model."""
         assert self.engine is not None
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) cut to this rank's samples, or a stand-in; `InputError` before the first batch."""
+        """Returns (args, kwargs) cut to this rank's samples, or to one stand-in sample if it has none.
+
+        Called under `loss_scope="global"`. Raises `InputError` before the first batch.
+        """
         assert self.engine is not None
         if self.dealt is None:
             raise InputError(
@@ -239,9 +258,10 @@ class Calls(Loop):
         return args, kwargs
 
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) as this rank's shares, where positions are cut; whole within a method of the model's.
+        """Returns (args, kwargs) as this rank's shares if the plan cuts positions, else unchanged.
 
-        An argument that is another model's cut output is put together where tp cuts this one's weights.
+        If a submodule is called by itself nothing is cut. Under tp an argument that is another model's cut output is
+        gathered.
         """
         # nothing is cut; or the outermost call has been; or a submodule is called by itself, on whole arguments
         if self._door is None or self.inside > 1 or self.entries.now is not None:
@@ -255,6 +275,7 @@ class Calls(Loop):
         return call
 
     def _gathers_outside(self, operation: str, size: int) -> None:
+        """Prints a notice, once per script line, that `operation` gathers a tensor of `size` bytes on every rank."""
         line, cost = line_of_script(), f"{size / 1e6:.3g} MB on every rank"
         if (operation, line) not in self._gathered:
             self._gathered.add((operation, line))
@@ -262,7 +283,7 @@ class Calls(Loop):
 
     @for_good
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Hook after a forward: returns the output as the script's own code may use it: whole, cast, of all samples."""
+        """Hook after a forward: returns the output as the script may use it, cast back and of all samples."""
         assert self.engine is not None
         self._running[-1], self.inside = False, self.inside - 1
         self._classes.give_back()
@@ -290,7 +311,7 @@ class Calls(Loop):
         return output
 
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Hook after a forward, whatever came of it: of one that raised, a script that goes on finds nothing begun."""
+        """Hook after a forward, even one that raised: resets this call's state, in case the script goes on."""
         assert self.engine is not None
         # empty behind a forward that did not begin, since the run is refused
         if self._running and self._running.pop():
@@ -301,9 +322,11 @@ class Calls(Loop):
                 self.draws.inside = False
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
-        """Let batch norm count samples once that every rank has (a GAN's fixed noise). Collective.
+        """Sets `phase.same` to whether all data ranks pass equal arguments, whose samples batch norm then counts once.
 
-        In a loop it is asked where the arguments hold another number of samples than this rank's part.
+        Collective.
+        Skipped in a training loop when the arguments have this rank's number of samples, since ranks then have
+        different ones.
         """
         assert self.engine is not None
         dealt, found = self.dealt, list(tensors_of((args, kwargs)))
@@ -314,7 +337,7 @@ class Calls(Loop):
         self.engine.state.phase.same = same_on_all(found, self.mesh.data, self.mesh.device)
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
-        """Run a few samples of the first batch: raise where samples mix, and join batch norms over ranks."""
+        """Checks the model on a few samples of the first batch and joins its batch norms; raises if samples mix."""
         self.suspend()
         samples, look = 0, ModelLook([], [])
         if self.dealt is not None:
@@ -327,7 +350,7 @@ class Calls(Loop):
             if not self.on_every_rank:
                 own = (self._own, self.entries.now or self.model) if self._own is not None else None
                 look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, own, check=self._check)
-            elif isinstance(engine.state.technique, FullShard):  # every rank has all samples: only writes could be lost
+            elif isinstance(engine.state.technique, FullShard):  # ranks run all samples: only writes matter
                 refuse_writes(engine.module, args, kwargs, self._gate)
             phase.looked_at = False
         for module in look.batch_norms:
@@ -341,9 +364,9 @@ class Calls(Loop):
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """Returns the `Calls` of the first model prepared with this loader; None where `loader` is none of `prepare`'s.
+    """Returns the `Calls` of the first model prepared with this loader; None if `loader` was not made by `prepare`.
 
-    Raises `InputError` for a loader of `prepared.split`, and where that model's samples are dealt otherwise.
+    Raises `InputError` for a loader of `prepared.split`, and if that model deals samples differently.
     """
     if not isinstance(loader, PartLoader):
         return None

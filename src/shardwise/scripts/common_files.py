@@ -1,7 +1,7 @@
-"""Tell of a file that several ranks write by `torch.save`, one over the other: one of them is enough.
+"""Warns of a file that several ranks write by `torch.save`, each over the others, since one rank is enough.
 
-Ranks of a host count in the store how many of them have written a path; the second one says so. A path that has the
-rank's number in it is no common file.
+Ranks of a host count in the store how many of them have written a path; the second one prints the warning. A path that
+contains the rank's number differs between ranks and is never counted twice.
 
 What this does not do: see files that are written otherwise (`open`, numpy, libraries).
 """
@@ -24,15 +24,15 @@ TOLD = (
     "several ranks write {}, each over the others [{}]: write it on one, torch.save(...) under if prepared.rank == 0; "
     "calls that give whole weights (model.state_dict()) stand before that, on every rank"
 )
-_asked: list[weakref.WeakMethod] = []  # of the script that was prepared last
+_asked: list[weakref.WeakMethod] = []  # the `writes` of the script prepared last; empty before
 
 
 def watch_saves(writes: Callable[[str], bool]) -> None:
-    """Let `torch.save` tell, on standard error and once for each file, of paths that several ranks write.
+    """Wraps `torch.save`, once per process, to warn on standard error of paths that several ranks write.
 
-    writes   a method that is asked of each path whether to tell of it
+    writes   path -> whether to warn of it now (`Meeting.writes`); a bound method, held weakly
 
-    torch.save stays wrapped: where the method's object is gone it does what it did.
+    `torch.save` stays wrapped; when the method's object is gone it only saves.
     """
     _asked[:] = [weakref.WeakMethod(writes)]
     if getattr(torch.save, "tells_of_common_files", False):

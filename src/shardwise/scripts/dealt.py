@@ -1,17 +1,18 @@
-"""Which samples of a batch a rank counts and which it holds (in most batches the same ones); batches without a loader.
+"""Deals the samples of a batch over ranks: those that count on a rank, and those that it holds; batches without a
+loader.
 
     8 samples, 4 ranks                0 1 | 2 3 | 4 5 | 6 7
     4 samples                          0  |  1  |  2  |  3
     4 samples, two to a rank          0 1 | 2 3 | 0 1 | 2 3      ranks 2 and 3 hold samples that count elsewhere
     1 sample                           0  |  0  |  0  |  0       only rank 0 counts it
 
-A batch that is smaller than others before it (an epoch's last) is dealt two to a rank where it has too few for all: a
-script's squeeze() would take away the dim of one sample. The sum over ranks stays what it is.
+A batch that is smaller than earlier ones (an epoch's last) is dealt two samples to a rank if it has too few for two on
+every rank, because a script's squeeze() would remove the dim of a single sample. The sum over ranks does not change.
 
     x, y = prepared.deal(x, y)      every rank has made the batch, and goes on with its samples of it
     loss_scope="global" or "model"  a batch is what the model is called with; nothing is dealt
 
-What this does not do: go on within an epoch of a script's own batches from a checkpoint.
+What this does not do: resume from a checkpoint within an epoch of batches that a script makes itself.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from shardwise.layout.dealing import Share, cut
 
 @dataclass(frozen=True)
 class Dealt:
-    """One rank's samples of a batch.
+    """One rank's samples of a batch; the batches in the two `Share`s are None.
 
-    part    those that count: `count` of them from `start` on, of `total`
-    local   those that its batch holds; other than `part` where none count
-    even    every rank counts as many
+    part    the samples that count on this rank: `count` of them from `start` on, of `total`
+    local   the samples that this rank's batch holds; differs from `part` if `part.count` is 0
+    even    Whether every rank counts equally many
     """
 
     part: Share
@@ -39,7 +40,11 @@ class Dealt:
 
 
 def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
-    """Returns this rank's part of `total` samples. `several`: two or more to each rank that has any, where possible."""
+    """Returns the `Dealt` of rank `rank` of `ranks` for a batch of `total` samples.
+
+    several  Whether each rank that counts any gets two or more, if possible; the other ranks hold copies of their
+             samples
+    """
     holders = max(1, min(ranks, total // 2)) if several else max(1, min(ranks, total))
     if holders < ranks and not several:
         low, high = cut(total, ranks, rank)  # one each, spread over the ranks
@@ -53,15 +58,15 @@ def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
 
 
 class Dealer:
-    """Deals the batches of one pass over a loader."""
+    """Deals the batches of one epoch over `ranks` data ranks, for data rank `rank`."""
 
     def __init__(self, ranks: int, rank: int, beside: Callable[[], bool] = bool) -> None:
-        """`beside`: whether losses are of another loader's samples too; every rank then counts some of this one's."""
+        """`beside` returns whether the loss is also of another loader's samples; batches are then dealt singly."""
         self.ranks, self.rank, self._beside = ranks, rank, beside
-        self._most = 0  # samples of a batch
+        self._most = 0  # samples of the largest batch so far
 
     def deal(self, total: int) -> Dealt:
-        """Returns this rank's `Dealt` of the next batch, of `total` samples; each rank is dealt by the same rule."""
+        """Returns this rank's `Dealt` of the next batch, which has `total` samples."""
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
         several = few and total < self._most and not self._beside()
         self._most = max(self._most, total)
@@ -89,7 +94,7 @@ class OwnBatches:
             yield self._waiting.popleft()
 
     def deal(self, parts: Any, batch: Any) -> Any:
-        """Returns this rank's samples of `batch`; `parts` is the `PartLoader` over this loader, which cuts it."""
+        """Returns this rank's samples of `batch`, cut by `parts`, the `PartLoader` over this loader."""
         self._waiting.append(batch)
         if self._epoch is None:
             self._epoch = iter(parts)

@@ -1,11 +1,11 @@
-"""Calls of a model's submodules by the script itself: each is run as a call of the whole model.
+"""Runs a script's own calls of a model's submodules as calls of the whole model.
 
-    h = model.encoder(x)           model(x), in which the encoder alone runs: units gather, draws are followed,
-    model.log_prob(x)              positions are cut; likewise the modules that a method of the model's calls
+    h = model.encoder(x)           model(x), in which only the encoder runs: FSDP units gather, random operations are
+    model.log_prob(x)              followed, positions are cut. Likewise modules that a method of the model calls,
     G_AB(real), G_BA(real)         and those of several models that one optimizer trains
     model.forward(x)               model(x)
 
-Between such calls the script's own code runs, in a method as elsewhere: what it reads of weights is whole.
+Between such calls the script's own code runs, inside a method of the model too, and reads whole weights.
 
 What this does not do: follow a module that went through torch.compile; it runs as it is.
 """
@@ -26,30 +26,37 @@ from shardwise.scripts.script_lines import refuse
 
 
 class Several(nn.ModuleList):
-    """Modules that one optimizer trains, prepared as one model. The script calls each by itself."""
+    """Modules that one optimizer trains, prepared as one model; the script calls each by itself."""
 
 
 def as_one(model: Any) -> Any:
-    """Returns the model itself; a tuple or list of modules as one `Several`."""
+    """Returns a tuple or list of modules as one `Several`; any other value unchanged."""
     several = isinstance(model, tuple | list) and all(isinstance(one, nn.Module) for one in model)
     return Several(model) if several else model
 
 
 def as_given(model: nn.Module) -> Any:
-    """Returns the model, or the tuple of models, that `as_one` was given."""
+    """Returns what `as_one` was given: a `Several` as a tuple of its modules, any other model unchanged."""
     return tuple(model) if isinstance(model, Several) else model
 
 
 class Entries:
-    """Receives each call of a model's modules. `now` is the submodule that the running call of the model stands for,
-    None without one; `depth` is 1 while a module runs."""
+    """Receives each call of a model's modules, and runs a submodule's call by the script within one of the model.
+
+    now     the submodule that the running call of the model stands for; None otherwise
+    depth   1 while a module runs, else 0
+    closed  Whether calls are refused, because `prepared.whole()` is open
+    """
 
     def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
-        """`routes`: whether the script's own code runs, so that its call of a submodule becomes one of the model."""
+        """Installs `call` on every module.
+
+        routes  returns whether the script's own code runs, whose call of a submodule becomes one of the model
+        """
         self._model, self._routes = model, routes
         self.now: nn.Module | None = None
         self.depth, self._paused, self._running = 0, False, False
-        self.closed = False  # `prepared.whole()` is open
+        self.closed = False
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
             model.__class__ = unannounced(type(model), {"forward": _nothing})
         for module in model.modules():
@@ -67,7 +74,7 @@ class Entries:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context: calls of modules run as they are, since the engine makes them."""
+        """Context in which calls of modules run unchanged, because the engine makes them."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -75,15 +82,16 @@ class Entries:
             self._paused = before
 
     def _is_outermost(self) -> bool:
+        """Returns whether the script makes this call: no module, backward or engine code runs around it."""
         backward = torch._C._current_graph_task_id() != -1
         return not (self.depth or self._paused or backward) and self._routes()
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns what a module's call gives; a submodule that the script calls runs within one of the model.
+        """Runs `module(*args, **kwargs)` and returns its output; within a call of the model if the script calls it.
 
         Raises `InputError` while `closed`.
         """
-        if self.depth:  # of a module within the model's forward, which comes here for each of them
+        if self.depth:  # a module that the running one calls
             return module._call_impl(*args, **kwargs)
         if self.closed:
             refuse(InputError(
@@ -106,7 +114,7 @@ class Entries:
             self.now, self._model.__dict__["forward"] = None, held
 
     def _standing_for(self, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a forward for the model that runs `module` alone, and `own` where that calls the model."""
+        """Returns a forward for the model that runs `module` instead; if `module` calls the model, `own` runs."""
 
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -122,15 +130,18 @@ class Entries:
 
 
 class ClassAttributes:
-    """Moves attributes that forwards wrote into a class made by the plan (`type(self).seen += 1`) to the script's."""
+    """Moves attributes that a forward writes into its class (`type(self).seen += 1`) to the script's own class.
+
+    A plan replaces the class of some modules by a subclass of its own, which would receive such writes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        """Called before the plan changes the model."""
+        """Notes each module's class; called before the plan changes the model."""
         self._own = {child: type(child) for child in model.modules()}
         self._made: dict[type, tuple[type, set[str]]] = {}
 
     def changed(self) -> None:
-        """Note, once the plan has changed the model, which classes it made and what these have by then."""
+        """Notes which classes the plan has made and which attributes they have; called after the plan's changes."""
         pairs = {type(child): kind for child, kind in self._own.items() if type(child) is not kind}
         self._made = {made: (kind, set(vars(made))) for made, kind in pairs.items()}
 
@@ -143,8 +154,9 @@ class ClassAttributes:
 
 
 class Way(functools.partial[Any]):
-    """A module's `_compiled_call_impl`, which torch calls in the place of a forward: sends the call to `Entries`."""
+    """The `_compiled_call_impl` of a module, which torch calls in place of its forward: `Entries.call`."""
 
 
 def _nothing(self: nn.Module, *args: Any) -> None:
+    """Forward of a list of modules; raises `NotImplementedError`, because only its modules are called."""
     raise NotImplementedError(f"{type(self).__name__} is a list of modules: call one of them")

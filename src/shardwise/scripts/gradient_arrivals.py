@@ -1,15 +1,15 @@
-"""Hear of each gradient that arrives at a prepared model's parameters and outputs: its own, or a stray one.
+"""Hears of each gradient that arrives at a prepared model's parameters and outputs.
 
 prepared.backward(loss)             its own: counted
-another model's backward            a GAN's: they belong to no step of this model
-backward that is recorded           where positions are cut: refused. Under zero=3 (`Recorded`):
+another model's backward            a stray one, as in a GAN: it belongs to no step of this model
+backward that is recorded           refused if positions are cut. Under zero=3 (`Recorded`):
 
-    grad(..., create_graph)     unit: gather . compute . free               recorded; nothing is reduced
-    backward of the penalty     all units gathered, where the record holds their weights; then reduced once, and freed
+    grad(..., create_graph)     FSDP unit: gather . compute . free          recorded; nothing is reduced
+    backward of the penalty     all units gathered, because the graph holds their weights; then reduced once, and freed
 
-A record holds weights by their memory, which FSDP2 fills again at the same place whenever a unit is gathered. What
-it computes runs outside of units, in an order of its own, so all of them are gathered while it is gone through, and a
-unit's gradient is whole only when all of that is over.
+A recorded graph holds weights by their memory, which FSDP2 fills again at the same place whenever a unit is gathered.
+A backward through it runs outside of units, in an order of its own, so all units stay gathered meanwhile, and a unit's
+gradient is whole only when all of that backward is over.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from shardwise.trace.backwards import watch_backwards
 
 
 class Recorded:
-    """FSDP2's units of one model, whose backwards may be recorded (`create_graph`). `on`: a backward was, since
-    the last `optimizer.step()`."""
+    """The FSDP2 units of one model, whose backwards may be recorded (`create_graph=True`).
+
+    on      Whether a backward was recorded since the last `optimizer.step()`
+    """
 
     def __init__(self, technique: FullShard, passes: Callable[[str], None]) -> None:
-        """
-        passes  called with the name of a call that all ranks must make
+        """Watches all backwards from here on.
+
+        passes  called with the name of a call that all ranks must make (`Meeting.passes`)
         """
         self.on = False
         self._passes, self._world = passes, dist.group.WORLD
@@ -57,12 +60,21 @@ class Recorded:
         finalize(self, watch_backwards(lambda roots, graph, inputs: _inside(here(), graph, inputs))).atexit = False
 
     def may_run(self, *, records: bool) -> bool:
-        """Whether a backward needs `running`: it records a graph (`records`) or one was recorded, in this run."""
+        """Returns whether a backward must run in `running`.
+
+        records  Whether the backward records a graph (`create_graph=True`)
+
+        True for such a backward and for each one after it until the step; False once the process group has ended.
+        """
         return (self.on or records) and self._world is dist.group.WORLD  # not of a run that has ended
 
     @contextmanager
     def running(self, *, records: bool) -> Iterator[None]:
-        """Context of a backward that is recorded, or goes through a recorded one: units send no gradients in it."""
+        """Context of a backward that records a graph, or goes through a recorded one; units reduce no gradients in it.
+
+        records  Whether this backward records a graph. If not, gradients are reduced and weights freed at the end.
+                 Collective if all units are gathered
+        """
         groups = [group for unit in self._units for group in groups_of(unit)]
         # a record reads weights of all units, in no unit's order: ranks meet, and gather all of them first
         if self.on:
@@ -89,8 +101,11 @@ class Recorded:
 
 @contextmanager
 def _within() -> Iterator[None]:
-    """Context of an `autograd.grad` within a backward: raises `RefusedPlan` where it fails, since torch would tell of
-    the memory of weights alone, which units have freed after the forward whose graph it goes through."""
+    """Context of an `autograd.grad` within a backward: raises `RefusedPlan` in place of torch's `RuntimeError`.
+
+    It fails because units have freed the weights after the forward whose graph it goes through; torch's message would
+    only speak of their memory.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -102,8 +117,14 @@ def _within() -> Iterator[None]:
 
 
 def _inside(recorded: Recorded | None, records: bool, inputs: Any) -> AbstractContextManager[None]:
-    """Returns the context that a backward needs: `running` of the outermost one that is recorded, `_within` of one that
-    takes gradients within another, else an empty one."""
+    """Returns the context in which a backward runs, for `watch_backwards`; an empty one unless it needs one of these.
+
+    recorded  the model's units; None once the model is gone
+    records   Whether the backward records a graph
+    inputs    what gradients are taken of; empty for `loss.backward()`
+
+    `running` for the outermost backward, `_within` for one that takes gradients inside another.
+    """
     outermost = torch._C._current_graph_task_id() == -1
     if recorded is not None and not outermost and inputs:
         return _within()
@@ -113,7 +134,7 @@ def _inside(recorded: Recorded | None, records: bool, inputs: Any) -> AbstractCo
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls the method by a weak reference to its object; it returns None once that is gone.
+    """Returns a function that calls a bound method while its object lives, and returns None afterwards.
 
     A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
     would keep the engine and its process groups.
@@ -128,7 +149,12 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Heard:
-    """Hears of gradients that arrive. `stray`: one came in a backward that was not this model's, nor `asked` for."""
+    """Hears of gradients that arrive at one model.
+
+    stray     a gradient came in a backward that was not this model's, since its last `zero_grad()`
+    asked     a backward of this model runs now
+    recorded  one `Recorded` for each of its techniques that is FSDP2
+    """
 
     engine: Engine | None
     _door: Door | None
@@ -141,10 +167,10 @@ class Heard:
 
     @abstractmethod
     def _passes(self, what: str) -> None:
-        """Raise `RunError` where other ranks make another call than `what`."""
+        """Raises `RunError` if another rank makes another call than `what`."""
 
     def _listen(self, engine: Engine) -> None:
-        """Have `_arrives` called for each gradient at a parameter: by its bucket where it has one, else by a hook."""
+        """Has `_arrives` called for each gradient at a parameter, by FSDP2, by the parameter's bucket, or by a hook."""
         for technique in techniques_of(engine):
             # FSDP2 reduces within backward, and tells of each gradient itself
             if isinstance(technique, FullShard):
@@ -161,12 +187,12 @@ class Heard:
                 param.register_post_accumulate_grad_hook(weakly(self._arrives))
 
     def _arrives(self, param: torch.Tensor) -> None:
-        """Hook of a gradient at a parameter: sets `stray` where no backward of this model asked for it (a GAN's)."""
+        """Hook of a gradient at a parameter: sets `stray` unless a backward of this model runs."""
         self.stray |= not self.asked
 
     @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
-        """Hook of a gradient that enters the model at an output; refuses a recorded backward of cut positions."""
+        """Hook of a gradient at an output of the model: notes a recorded backward; refuses it if positions are cut."""
         if torch.is_grad_enabled() and self._door is not None:
             raise RefusedPlan(
                 "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
@@ -177,19 +203,20 @@ class Heard:
             self.records()
 
     def records(self) -> None:
-        """Note that a graph of gradients was recorded, through which a later backward may go."""
+        """Notes that a graph of gradients was recorded, through which a later backward may go."""
         for one in self.recorded:
             one.on = True
 
 
 class Asking:
-    """Context: gradients that arrive are counted; outside it they belong to another model's backward."""
+    """Context of a model's own backward: gradients that arrive inside count, others are another model's."""
 
     def __init__(self, gate: Gate, heard: Heard, buckets: list[GradientBuckets]) -> None:
         self._gate, self._heard, self._buckets = gate, heard, buckets
         self._sleep(True)
 
     def _sleep(self, asleep: bool) -> None:
+        """Sets whether buckets report arriving gradients as strays instead of reducing them."""
         for buckets in self._buckets:
             buckets.asleep = asleep
 
@@ -205,18 +232,18 @@ class Asking:
 
 
 def techniques_of(engine: Engine | None) -> list[Any]:
-    """Returns the data-parallel techniques that hold the engine's weights: one, or the experts' and the rest's."""
+    """Returns the data-parallel techniques of an engine: [one], or [of other weights, of experts]; [None] for None."""
     technique: Any = engine.technique if engine is not None else None
     return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
 
 
 def share_uncut(engine: Engine) -> None:
-    """Send every rank the present gradients of parameters that zero=3 does not cut. Collective."""
+    """Sends every rank the present gradients of parameters that zero=3 replicates instead of sharding. Collective."""
     for one in techniques_of(engine):
         if isinstance(one, FullShard):
             one.share_uncut()
 
 
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
-    """Returns the buckets in which an engine's gradients are gathered in backward; none of FSDP2, which has its own."""
+    """Returns the gradient buckets of an engine's techniques; FSDP2 has none of these."""
     return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

@@ -1,11 +1,11 @@
-"""Whole gradients for a script's code that reads, changes and sets them, where ranks hold pieces.
+"""Whole gradients for a script's code that reads, changes and sets them, while ranks hold pieces.
 
     p.grad               gathered, once in a step, on every rank; None before the first backward
-    p.grad.mul_(0.5)     into the whole, of which each rank takes its piece back before the optimizer steps
-    p.grad = other       likewise; None: the parameter is left out of this step
+    p.grad.mul_(0.5)     changes the whole gradient, of which each rank takes its piece before the optimizer steps
+    p.grad = other       likewise; None leaves the parameter out of this step
 
-    prepared.backward(loss); prepared.backward(again)       each is reduced by itself, and then added to what was there:
-                                                            as in one process, also without zero_grad() between steps
+    prepared.backward(loss); prepared.backward(again)       each is reduced by itself, then added to the gradient that
+                                                            is there, as in one process, also if steps lack zero_grad()
 
 What this does not do: divide sums by the weights of several backwards, which belong to one `accumulate`.
 """
@@ -38,16 +38,19 @@ _STRAY = (
 
 
 class Gradients:
-    """The gradients of one model's parameters."""
+    """The whole gradients of one model's parameters, as the script reads and sets them.
+
+    by_hand  Whether the script has set some in this step
+    """
 
     def __init__(self, prepared: Any, state: RankState) -> None:
-        """`prepared`: what `prepare` returned; its gate is open while the engine reads."""
+        """Holds `prepared`, which `prepare` returned, weakly; `state` is its rank's."""
         self._prepared, self._state = weakref.ref(prepared), state
         held = dict(state.module.named_parameters())
         self._params = [held[name] for name in state.names]
-        self.by_hand = False  # the script has set some in this step
+        self.by_hand = False
         self._names = {id(held[name]): name for name in state.names}
-        self._seen: dict[str, torch.Tensor | None] = {}
+        self._seen: dict[str, torch.Tensor | None] = {}  # name -> whole gradient read or set in this step
 
     @property
     def _script(self) -> Any:
@@ -57,9 +60,9 @@ class Gradients:
 
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Returns the whole gradient of a parameter; None without one. Collective, the first time in a step.
+        """Returns the whole gradient of a parameter; None if it has none. Collective, the first time in a step.
 
-        Raises as `make_whole`.
+        Raises as `make_whole` does.
         """
         self.make_whole()
         name = self._names.get(id(param))
@@ -71,7 +74,7 @@ class Gradients:
         return self._seen[name]
 
     def of_all(self, params: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Returns {name: whole gradient, None without one} of these parameters. Collective."""
+        """Returns {name: whole gradient, None without one} of the parameters named `params`. Collective."""
         self.make_whole()
         for name in params:
             if self._script.are_whole() and name in self._names.values() and name not in self._seen:
@@ -79,13 +82,16 @@ class Gradients:
         return {name: self._seen.get(name) for name in params}
 
     def seen(self, name: str) -> torch.Tensor | None:
-        """Returns the whole gradient that the script has read or set in this step; None where it has not."""
+        """Returns the whole gradient that the script has read or set in this step; None if it has done neither."""
         return self._seen.get(name)
 
     @names_line
     def make_whole(self) -> None:
-        """Sum over ranks the gradients so far, where the plan's last micro-batch is still to come; later ones are added
-        to it. Collective. Raises `RefusedPlan` where some are of a backward of the script's own."""
+        """Sums over ranks the gradients so far, if fewer micro-batches than the plan's `accumulate` have come.
+
+        Collective.
+        Later backwards add to the sum. Raises `RefusedPlan` if some gradients came from a backward of the script's own.
+        """
         if self._script.calls.stray and self._script.mesh.world.size > 1:
             raise RefusedPlan(_STRAY)
         if self._script.are_whole() is False:
@@ -94,7 +100,7 @@ class Gradients:
 
     @names_line
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Set `param.grad = value`, the same value on every rank."""
+        """Sets `param.grad = value`, the same value on every rank."""
         name = self._names.get(id(param))
         # None over nothing changes nothing, and needs no rank; a parameter outside the plan is torch's own affair
         if name is None or (value is None and (self._script.are_whole() is None or self._seen.get(name, name) is None)):
@@ -104,17 +110,18 @@ class Gradients:
         self._seen[name], self.by_hand = value, True
 
     def take_away(self, names: Iterable[str]) -> None:
-        """Leave these parameters without a gradient, as `p.grad = None` does on every rank."""
+        """Removes the gradients of these parameters for this step, as `p.grad = None` does on every rank."""
         self._seen.update(dict.fromkeys(names))
         self.by_hand = True
 
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Let the first step begin with the gradients, by name, that parameters had before the model was spread."""
+        """Begins the first step with the gradients that a script had set before: {name: gradient or None}."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
         self.by_hand = bool(self._seen)
 
     @torch.no_grad()
     def _gathered(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of the whole gradient of the parameter `name`, or None. Collective."""
         state = self._state
         with self._script._gate.open():
             found = gathered_alone(together(state, name, state.technique.full_gradient(state.names.index(name))))
@@ -122,7 +129,7 @@ class Gradients:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the whole gradients, as the script has changed them, into this rank's pieces. Nothing is sent."""
+        """Writes the whole gradients, as the script has changed them, into this rank's pieces. Nothing is sent."""
         state = self._state
         if isinstance(state.technique, FullShard):
             state.technique.take_uncut()  # whole on every rank: there the script has changed FSDP2's own gradient
@@ -142,7 +149,11 @@ class Gradients:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 
     def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of a gradient, copied into the slot's present gradient where it has one."""
+        """Returns this rank's piece of a gradient, copied into the slot's present gradient if it has one.
+
+        index  of the parameter among the plan's trained names
+        share  its gradient, after tp and ep have taken their share
+        """
         technique: Any = self._state.technique
         if not slot.whole:
             share = technique.select(index, share.contiguous(), self._state.mesh.shard.index)
@@ -150,7 +161,7 @@ class Gradients:
         return share.to(slot.master.dtype, copy=True) if held is None else held.copy_(share)
 
     def are_set(self) -> bool:
-        """Whether the script has set gradients by hand in a step that no backward has begun."""
+        """Returns whether the script has set gradients by hand in a step in which no backward has come."""
         technique = self._state.technique
         if self.by_hand or isinstance(technique, FullShard):
             return self.by_hand
@@ -159,30 +170,38 @@ class Gradients:
 
     @torch.no_grad()
     def scaled(self, factor: float) -> None:
-        """Multiply the whole gradients that the script has seen by a factor, as the engine did its own."""
+        """Multiplies the whole gradients that the script has seen by `factor`, as clipping did this rank's pieces."""
         for value in self._seen.values():
             if value is not None:
                 value.mul_(factor)
 
     def forget(self) -> None:
-        """Forget the whole gradients of the last step."""
+        """Drops the whole gradients of the last step."""
         self.by_hand = False
         self._seen.clear()
 
 
 class Earlier:
-    """The gradients of one step up to now, set aside while the next backward runs."""
+    """The gradients of a step so far, set aside while its next backward runs.
+
+    usable   Whether they are finite
+    stepped  Whether the optimizer has used them, and none was cleared since
+    used     indices of the parameters that their backwards reached
+    """
 
     @torch.no_grad()
     def __init__(self, engine: Engine, usable: bool, *, stepped: bool) -> None:
-        """`usable`: they are finite. `stepped`: the optimizer has used them, and none was cleared since."""
+        """Copies the present gradients; see the class for `usable` and `stepped`."""
         self._engine, self.usable, self.stepped = engine, usable, stepped
         self.used = set(engine.state.used)
         self._kept = [_set_aside(technique) for technique in techniques_of(engine)]
 
     @torch.no_grad()
     def add(self) -> float:
-        """Add the earlier gradients to those of the last backward; returns the norm of all. Collective."""
+        """Adds the earlier gradients to those of the last backward; returns the norm of the sum over all ranks.
+
+        Collective.
+        """
         for technique, (gradients, uncut) in zip(techniques_of(self._engine), self._kept, strict=True):
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -191,7 +210,7 @@ class Earlier:
 
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-    """Returns (copies of gradients, of slots or of FSDP2's parameters, {index: gradient} of uncut ones)."""
+    """Returns (copies of the gradients, by parameter; {index: whole gradient} of parameters that FSDP2 replicates)."""
     # FSDP2 accumulates at its own parameters; the other techniques at the slots' masters
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
@@ -200,7 +219,10 @@ def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, tor
 
 
 def _add(technique: Any, index: int, gradient: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Add an earlier gradient to a slot's, of FSDP2 to its parameter's; `whole`: of one that FSDP2 does not cut."""
+    """Adds an earlier gradient to that of the parameter `index`.
+
+    whole  the whole gradient, if FSDP2 replicates the parameter; else None
+    """
     slot = technique.slots[index]
     if not isinstance(technique, FullShard):
         slot.master.grad = gradient if slot.master.grad is None else slot.master.grad.add_(gradient)

@@ -1,9 +1,9 @@
-"""What a script may not do to a prepared model, and what is looked at between its steps.
+"""Refuses what a script may not do to a prepared model, and checks between its steps that ranks stay alike.
 
     hooks that are given summands, a conversion after `prepare`    refused
     the model's parameter is not the one that the plan trains      replaced or unfrozen after `prepare`
-    ranks that hold the same weights come to others                something moved on one rank alone
-    a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
+    ranks that hold the same weights come to different ones        something changed them on one rank alone
+    a buffer differs between ranks with different samples          the model's forward writes it from a rank's samples
 
 Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoch ends, and before weights are saved.
 """
@@ -28,6 +28,7 @@ from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_optimizer import THAWS
 
+# functions of a tensor that read no elements, so that a piece answers them without a gather
 _PROPERTIES = {
     "size", "dim", "stride", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",
     "register_post_accumulate_grad_hook", "element_size", "storage_offset", "untyped_storage", "data_ptr", "__hash__",
@@ -47,18 +48,18 @@ TAKEN = (
 
 
 class Gate:
-    """Open while the engine itself reads parameters, so that it gets this rank's pieces: `with gate.open():`."""
+    """Open while the engine itself reads parameters, so that it gets this rank's pieces; a reentrant context."""
 
     def __init__(self) -> None:
         self._opened = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether it is the engine that reads parameters now, and not the script."""
+        """Returns whether the engine, and not the script, reads parameters now."""
         return self._opened > 0
 
-    def open(self) -> Gate:  # a generator's context takes as long as the rest of what it is opened for
-        """Returns the gate as a context."""
+    def open(self) -> Gate:  # a generator's context would take as long as all that it is opened for
+        """Returns the gate as a context, in which it is open."""
         return self
 
     def __enter__(self) -> None:
@@ -69,7 +70,7 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Context: the gate is closed for the model's forward, though the engine has opened it around that."""
+        """Context in which the gate is closed, for the model's forward inside an engine's own call."""
         before, self._opened = self._opened, 0
         try:
             yield
@@ -78,13 +79,13 @@ class Gate:
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:
-    """Copy the attributes that the script put on a parameter (`p.lr_scale`) to `other`, which stands for it."""
+    """Copies the attributes that the script put on a parameter (`p.lr_scale`) to `other`, which stands for it."""
     for name, value in vars(param).items():
         vars(other).setdefault(name, value)
 
 
 def reads_values(func: Any) -> bool:
-    """Whether a function of torch reads or writes a tensor's elements, not only its properties."""
+    """Returns whether a function of torch reads or writes a tensor's elements, and not only its properties."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "T", "mT", "H", "real", "imag")
@@ -92,19 +93,20 @@ def reads_values(func: Any) -> bool:
 
 
 def writes_into(name: str) -> bool:
-    """Whether a function of this name writes into its first argument."""
+    """Returns whether a function of this name writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
 
 
+# in-place operators, such as __iadd__: those that have a binary form too
 _IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(int))
 
 
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raise `RefusedPlan` for a script's hook on a parameter's gradient that would not run, or run on a summand alone.
+    """Raises `RefusedPlan` if a script's hook on a gradient would not run, or would get one rank's summand.
 
-    A rank's gradient is a summand until ranks have added theirs up: what is right for summands (a mask) is right there
-    too, and `shardwise verify` tells. Shares of weights and pieces of units have no hooks, and a hook behind the sum
-    that backward accumulates runs before ranks have added theirs up.
+    A rank's gradient is one summand until ranks have added theirs. A hook before accumulation that is right for
+    summands too (a mask) is let through under replicas, and `shardwise verify` compares it. Shares of weights and
+    FSDP's pieces run no such hooks, and hooks after accumulation always run before ranks have added.
     """
     spread = plan.tp > 1 or plan.ep > 1 or plan.sharded.weights
     for name, param in model.named_parameters():
@@ -120,14 +122,17 @@ def refuse_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def _of_script(hooks: Any) -> bool:
-    """Whether a hook is neither ours nor torch's (FSDP's)."""
+    """Returns whether any of these hooks is the script's own; `hooks`: a dict of torch's, or None."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith(("shardwise.", "torch.")) for hook in (hooks or {}).values()
     )
 
 
 def guard_conversion(model: nn.Module) -> None:
-    """Make `model.to`, `.double()` and the like raise `InputError` where they would change a tensor; not a copy's."""
+    """Makes `model.to`, `.double()` and the like raise `InputError` if they would change a tensor.
+
+    A deep copy of the model still converts.
+    """
 
     def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # a deep copy of the model gets this method too, but no plan holds its weights
@@ -151,6 +156,7 @@ _REMEDY = (
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
     "by torch.distributed.all_reduce in the forward"
 )
+# a message with one place: the parameters' names
 WRITTEN = (
     "the model's forward writes into {}, which zero=3 has gathered for it and frees again: use zero=2, make it a "
     "buffer, or, where it is initialised by data, run that forward before prepare"
@@ -163,25 +169,26 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Checks around an optimizer's first steps that ranks stay alike: `before` and `after` each step."""
+    """Checks around an optimizer's steps that ranks stay alike; `before` and `after` are called at each step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done
+        self._state, self._plan, self._steps = engine.state, engine.plan, 0  # the steps that are done
         self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
         self._frozen = [(name, param) for name, param in engine.module.named_parameters() if name not in trained]
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     def before(self) -> None:
-        """Called before a step, with gradients complete: raises `InputError` for parameters that are not the plan's.
+        """Raises if a parameter or a hook on it is not the plan's; in the steps after which ranks are compared.
 
-        `RefusedPlan` for hooks that were put on since, and for weights that a forward wrote into.
+        Called before a step, with gradients complete. `InputError` for a replaced or unfrozen parameter, `RefusedPlan`
+        for a hook that was added since `prepare`, and for a forward that wrote into a gathered weight.
         """
         if self._alike.is_due(self._steps + 1):
             self._check_places()
 
     def _check_places(self) -> None:
-        """Raise where a parameter was replaced or thawed, or a hook put on, since the model was prepared."""
+        """Raises if a parameter was replaced or unfrozen, or a hook was added, since the model was prepared."""
         self.places.check()
         refuse_hooks(self._state.module, self._plan)  # put on since prepare
         for name, param in self._frozen:
@@ -192,8 +199,10 @@ class FirstSteps:
 
     @torch.no_grad()
     def after(self) -> None:
-        """Called after a step, with weights published: compares ranks in some steps, collectively. Raises `RunError`
-        where their weights differ, `RefusedPlan` where buffers do."""
+        """Compares ranks after steps 1, 2, 4 and so on; called after each step, with weights published.
+
+        Raises `RunError` if weights differ, `RefusedPlan` if buffers do. Collective in the steps that compare.
+        """
         self._steps += 1
         self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
         if self._alike.is_due(self._steps):
@@ -201,7 +210,7 @@ class FirstSteps:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Compare ranks again, after a step; raises where weights or buffers held alike differ. Collective."""
+        """Compares ranks, whatever the step's number; raises as `after` does. Nothing before step 1. Collective."""
         if self._steps:
             self._check_places()
             self._alike(self._steps)
@@ -209,15 +218,20 @@ class FirstSteps:
 
 @names_line
 def refuse_replaced(name: str) -> None:
-    """Raise `InputError`: another parameter or tensor stands in the place of one that the plan trains."""
+    """Raises `InputError` that parameter `name` of the plan was replaced by another one in the model."""
     raise InputError(_REPLACED.format(name))
 
 
 class ParametersInPlace:
-    """Checks that a model's modules still hold the parameters that the plan trains: others would not be trained."""
+    """Checks that a model's modules still hold the parameters that the plan trains.
+
+    Another parameter in the place of one of these would be used and not trained.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        """Notes which parameters and submodules `module` has now."""
         of_units = units_parameters(module)
+        # _places: (module, attribute, path, parameter, FSDP's record); _modules: (parent, attribute, child, path)
         self._places, self._modules = [], []
         for path, child in module.named_modules():
             under = f"{path}." if path else ""
@@ -229,8 +243,11 @@ class ParametersInPlace:
             ]
 
     def check(self) -> None:
-        """Raise `InputError` where a parameter, or its module, was replaced by another object; `RefusedPlan` where a
-        forward wrote into one that its unit gathered, whose version gathering leaves alone."""
+        """Raises `InputError` if a parameter or a submodule was replaced since this was made.
+
+        Raises `RefusedPlan` for a write into a parameter that its FSDP unit gathered, which would be freed with the
+        unit.
+        """
         for child, leaf, name, param, of_unit in self._places:
             # within its unit's forward FSDP2 puts the gathered parameter in the place of the piece: that is no
             # replacement
@@ -247,7 +264,7 @@ class ParametersInPlace:
 
 
 def units_parameters(module: nn.Module) -> dict[int, Any]:
-    """Returns FSDP's record of each parameter that it shards, by the id of the sharded one."""
+    """Returns {id of a sharded parameter: FSDP's record of it (`FSDPParam`)} of all FSDP units in `module`."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
     groups = [group for unit in units for group in groups_of(unit)]
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}

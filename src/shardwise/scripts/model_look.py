@@ -1,7 +1,7 @@
-"""Check a script's model on its first batch: an output must not depend on other samples. Called by calls.
+"""Checks a script's model on its first batch: an output must not depend on other samples. Called by `scripts/calls`.
 
-The engine's own look needs a loss. Here a fixed weighted sum of the outputs that have a batch dim stands for it, so
-that a module that mixes samples shows as it would in a task's loss.
+The engine's own check (`look`) needs a loss. Here the sum over samples of a fixed function of the outputs that have a
+batch dim stands for it, so that a module that mixes samples shows as it would in a task's loss.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ RAGGED = (
     "long whatever they are (pad_packed_sequence(..., total_length=x.shape[1])); or, where the loss leaves paddings "
     "out, prepare(..., check_loss=False), and verify proves it"
 )
-FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
-MOST = 4  # samples that are looked at
-Shape = tuple[int, ...]  # of an output; () where it is no tensor
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a model that is given fewer samples
+MOST = 4  # samples that the check runs on
+Shape = tuple[int, ...]  # of an output; () if it is no tensor
 _GUESSED = (
     "the model fails on {} of its samples ({}). First dims of its arguments differ, so for this look rows were taken "
     "by size: {}"
@@ -66,7 +66,10 @@ _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
 def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Places]:
-    """Returns (how many samples the model's arguments hold, along which dims); 0 where they have no common dim."""
+    """Returns (number of samples in the model's arguments, the `Places` of their sample dims); number 0: unknown.
+
+    samples  of the batch at hand, 0 if unknown;  dim  of the batch's tensors that counts them, None if unknown
+    """
     leaves = tree_flatten(arguments)[0]
     places = Places(samples, dim or 0)
     sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -86,13 +89,13 @@ def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, gate: Gate,
     own: tuple[OwnBackwards, nn.Module] | None, *, check: bool = True,
 ) -> ModelLook:  # fmt: skip
-    """Returns what a few samples show: batch norms, notices, dims. Collective.
+    """Returns the `ModelLook` of running the model on at most 4 samples of the first batch. Collective.
 
-    samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
-    dim      of the batch's tensors that counts them, where known
-    gate     open for the look's own reads, closed while the model's forward runs
-    own      the model's own backwards, and its module that the script calls
-    check    False: only batch norm is looked for, by its modules
+    samples  of the batch that this rank has, for arguments whose first dims differ (a hidden state, time-first tokens)
+    dim      of the batch's tensors that counts samples; None if unknown
+    gate     open for the check's own reads, closed while the model's forward runs
+    own      (the model's own backwards, the module that the script calls); None if these are not tried
+    check    False: nothing is run, and batch norms are found by their class
     Raises `RefusedPlan` for a model that mixes samples, or whose forward the plan cannot run.
     """
     batch = (args, kwargs)
@@ -167,11 +170,14 @@ def look_at_model(
 def _on_all_samples(
     engine: Engine, look_once: Callable[[], Findings], evaluate: Callable[[Any], Loss], batches: list[Any]
 ) -> Findings:
-    """Returns what a look finds once modules that mix samples run on those of all ranks, in training.
+    """Returns the `Findings` of a look after modules that mix samples were made to run on the samples of all ranks.
 
-    An evaluation is a rank's own, which others may not come to: raises `RefusedPlan` for one that mixes there too.
+    look_once  runs the look; raises `MixesSamples` as long as such a module is left
+    evaluate   (call, samples) -> what stands for the loss; batches: such pairs, of all samples and of two parts
+
+    In evaluation ranks may not meet, so a module that mixes samples there too raises `RefusedPlan`.
     """
-    before = mixers_of(engine.module)  # of another way into the model
+    before = mixers_of(engine.module)  # found when another submodule was called first
     while True:
         try:
             findings = look_once()
@@ -197,7 +203,7 @@ def _on_all_samples(
 
 
 def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> None:
-    """Raise `RefusedPlan` where this call, run once and undone, writes into weights of which ranks keep pieces."""
+    """Raises `RefusedPlan` if a forward on these arguments, which is undone, writes into weights held in pieces."""
     seen = Seen(module)
 
     def forward(call: tuple[tuple, dict]) -> Any:
@@ -213,11 +219,14 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
     except WritesWeights as written:
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
     except TakesGradients:
-        pass  # what it writes shows in the versions of weights, and in a proof
+        pass  # its writes show later, in the versions of weights and in a proof
 
 
 def _for_a_script(told: str, unplaced: str, hint: str) -> str:
-    """Returns the message of a refusal, which is written for a Task, in the words of a script."""
+    """Returns the message `told` of a refusal, which is worded for a Task, in the words of a script.
+
+    unplaced  a remark on an argument without samples, or ""; hint: what to add if there is none, or ""
+    """
     mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
     told = told.replace("the loss does not add up over samples: its sum", mixes)
     told = told.partition(". Return (sum, weight)")[0] + ((unplaced or hint) if mixes in told else "")
@@ -225,7 +234,7 @@ def _for_a_script(told: str, unplaced: str, hint: str) -> str:
 
 
 def _unplaced(batch: Any, places: Places) -> str:
-    """Returns a remark on a tensor argument without a dim of samples, which a look gives whole; "" without one."""
+    """Returns a remark on a tensor argument that has no dim of samples and was given whole; "" if there is none."""
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     others = [tuple(leaf.shape) for leaf in leaves if places.of(leaf) is None]
     if not others:
@@ -237,19 +246,26 @@ def _unplaced(batch: Any, places: Places) -> str:
 
 
 def _hint(dim: int | None) -> str:
+    """Returns the advice to set `batch_dim`, "" if `dim` is set already."""
     return "" if dim else ". Where a batch's samples lie along its second dim: prepare(..., batch_dim=1)"
 
 
 @dataclass(frozen=True)
 class ModelLook:
-    """What a look showed: batch norms to join; notices; of each output, the dim that counts samples, where learnt;
-    whether some argument has them in another dim than the first; and of draws."""
+    """What the check of a model has shown.
 
-    batch_norms: list[nn.Module]  # to be joined over ranks
+    batch_norms       modules whose statistics are to be joined over ranks
+    notices           sentences for the user
+    dims              for each output leaf the `Rows` of its samples, or None; None for all if not learnt
+    arguments_turned  Whether some argument may have samples in another dim than the first
+    drawn             which dim of a random tensor counts samples, by its shape
+    """
+
+    batch_norms: list[nn.Module]
     notices: list[str]
     dims: list[Rows | None] | None = None
     arguments_turned: bool = False
-    drawn: BatchDims = field(default_factory=BatchDims)  # where draws of a shape have samples
+    drawn: BatchDims = field(default_factory=BatchDims)
 
     @property
     def turned(self) -> bool:
@@ -259,13 +275,17 @@ class ModelLook:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a tensor has its samples: along `dim`; of several `views`, one after the other (x1 x2 .. x1' ..)."""
+    """Where a tensor has its samples.
+
+    dim    the dim that counts them
+    views  how often it holds each: all samples of one view, then all of the next (x1 x2 .. x1' ..)
+    """
 
     dim: int
     views: int = 1
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as (samples, ...), or as (samples, views, ...) where it has several views."""
+        """Returns the tensor as (samples, ...), or (samples, views, ...) if it has several views."""
         tensor = tensor.movedim(self.dim, 0)
         return tensor if self.views == 1 else tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
 
@@ -277,8 +297,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """Which dim of a tensor counts its samples: `dim`, or the first, if it has `samples` indices; with `more` the only
-    dim of that size too. `samples` None: the first dim of every tensor."""
+    """Finds which dim of a tensor counts its samples, by size.
+
+    samples  how many there are; None: the first dim of every tensor counts them
+    dim      the dim to try first, then the first dim
+    more     Whether any other dim is taken if it alone has that size
+    """
 
     samples: int | None
     dim: int
@@ -290,7 +314,7 @@ class Places:
         return self.samples is not None and not self.dim
 
     def of(self, leaf: Any) -> int | None:
-        """Returns the dim of a leaf that counts samples; None where none does."""
+        """Returns the dim of `leaf` that counts samples; None if there is none, or `leaf` is no tensor."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
         # each argument has its samples first
@@ -312,17 +336,23 @@ class Places:
 
 
 class _Made:
-    """Shapes of the model's outputs for each of several numbers of samples (`sizes`), and where outputs have these."""
+    """Shapes of the model's outputs in runs on several numbers of samples, and which output dims follow these.
+
+    sizes   samples of each run;  dim  tried first for outputs that `dims` does not cover
+    shapes  index of a run -> the shapes of its outputs, which themselves are not kept
+    """
 
     def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
         self.sizes, self.dim = sizes, dim
-        self.shapes: dict[int, list[Shape]] = {}  # of outputs; the outputs themselves are let go of
+        self.shapes: dict[int, list[Shape]] = {}
         self._dims: list[Rows | None] | None = None
 
     @property
     def dims(self) -> list[Rows | None] | None:
-        """Returns, for each output, the `Rows` of its samples: the dim whose size is their number in every run, or is a
-        multiple of it (views); None for one without. None for all: runs gave other numbers of outputs."""
+        """Returns for each output the `Rows` of its samples, None for one without; None for all while unknown.
+
+        That is the dim whose size is the number of samples in every run, or the same multiple of it (several views).
+        """
         # runs of n, 1 and n - 1 samples: before the last has ended a dim's size tells nothing
         if self._dims is None and len(self.shapes) == len(self.sizes):
             runs = [self.shapes[at] for at in range(len(self.sizes))]
@@ -332,7 +362,7 @@ class _Made:
         return self._dims
 
     def ragged(self) -> str:
-        """Returns a sentence on an output that is as long as the longest of its samples; "" where there is none."""
+        """Returns a sentence on an output that is padded to the longest of its samples; "" if there is none."""
         for rows, shapes in zip(self.dims or [], zip(*self.shapes.values(), strict=True), strict=False):
             others = {shape[: rows.dim] + shape[rows.dim + 1 :] for shape in shapes} if rows is not None else set()
             if len(others) > 1:
@@ -340,7 +370,7 @@ class _Made:
         return ""
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
-        """Returns the `Rows` of each output's `count` samples, None without; by size alone where `dims` fits not."""
+        """Returns the `Rows` or None of each of `leaves`, outputs of `count` samples; by size if `dims` fails."""
         dims = self.dims
         if dims is not None and len(dims) == len(leaves):
             return dims
@@ -353,7 +383,7 @@ def _shape(leaf: Any) -> Shape:
 
 
 def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
-    """Returns the `Rows` of an output that had these shapes for these numbers of samples; None: no dim follows them."""
+    """Returns the `Rows` of an output that had these shapes in runs on `sizes` samples; None if no dim follows them."""
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
     # a scalar, or no tensor, has no first dim to hold several views
     if fits or not all(shapes):
@@ -364,9 +394,9 @@ def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
 
 
 class _OfOutputs(Loss):
-    """Stands for a loss: the sum over samples of a fixed functional of each sample's outputs.
+    """Stands for a loss: the sum over samples of a fixed function of each sample's outputs (`leaves`, flat).
 
-    It is added up when it is asked for: where outputs have their samples shows by other numbers of them.
+    Summed when it is asked for, because `made` knows the outputs' dims of samples only after the runs.
     """
 
     def __init__(self, leaves: list[Any], count: int, made: _Made, device: torch.device) -> None:
@@ -375,16 +405,16 @@ class _OfOutputs(Loss):
 
     @cached_property  # asked for by each comparison, and a pass over the widest result
     def total(self) -> torch.Tensor:
-        """Returns the sum, a scalar with its graph."""
+        """Returns the sum, a float64 scalar with its graph."""
         return self._added(lambda each: each + each.square())  # not linear: a mean taken off would cancel in a sum
 
     @property
     def terms(self) -> float:
-        """Returns the sum of its terms' absolute values: the scale by which narrow precision rounds."""
+        """Returns the sum of the terms' absolute values, which scales the rounding error of narrow precision."""
         return float(self._added(lambda each: each.abs() + each.square()).detach())
 
     def _added(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Returns the sum over outputs and samples of `term` of each sample's number (`_projected`)."""
+        """Returns the sum over outputs and samples of `term` of each sample's number, a float64 scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for leaf, at in zip(self._leaves, self._made.rows(self._leaves, self._count), strict=True):
             if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():
@@ -396,9 +426,9 @@ class _OfOutputs(Loss):
 
 
 def _projected(samples: torch.Tensor) -> torch.Tensor:
-    """Returns one number for each sample, (count,), fixed and linear in its elements.
+    """Returns one number for each sample, (count,): a fixed linear function of its elements.
 
-    The samples may be the widest result of all: no copy is made of them, and no factor for each of their elements.
+    The samples may be the largest tensor of the run, so it is neither copied nor given a factor for each element.
     """
     last = samples.shape[-1] if samples.dim() > 1 else 1
     rows = samples.reshape(len(samples), -1, last) @ _factors(last, samples)  # (count, elements / last)
@@ -406,4 +436,5 @@ def _projected(samples: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns `count` fixed factors (cosines of 0, 1, 2 ...) in the dtype and on the device of `like`."""
     return torch.cos(torch.arange(count, dtype=torch.float64, device=like.device)).to(like.dtype)

@@ -1,15 +1,15 @@
-"""Numbers, rows and batches over ranks, and how much a loss counts in its step.
+"""Sums, gathers and deals over ranks for a script, and says how much a loss counts in its step.
 
 prepared.sum(a, b)              each value's sum over the ranks that hold different samples
 prepared.gather(keys)           the rows of all samples of a batch
 backward(sum, weight)           divided by the weights of all ranks and micro-batches
 backward(mean, mean_over=n)     the mean over all ranks, of this micro-batch
-backward(mean)                  over this rank's samples; over all of them, of this micro-batch
-backward(sum, summed=True)      a sum that nothing divides
+backward(mean)                  a mean over this rank's samples; becomes the mean over all ranks' of this micro-batch
+backward(sum, summed=True)      a sum that is divided by nothing
 
-Backward runs at the scale that one process has, but for `weight`, whose sum over ranks is known after it.
+Backward runs at the scale that one process has, except with `weight`, whose sum over ranks is known only after it.
 
-What this does not do: see whether a loss is what it is said to be; `shardwise verify` does.
+What this does not do: check whether a loss is what it is said to be; `shardwise verify` does.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from shardwise.scripts.weight_access import WeightAccess
 
 
 class OverRanks(WeightAccess):
-    """The methods of `Prepared` that add up, gather and publish over ranks."""
+    """The methods of `Prepared` that sum, gather and deal over ranks."""
 
     loader: PartLoader
-    gradients: Gradients | None  # as the script sees them, once the model is spread
+    gradients: Gradients | None  # None until the model is spread
     _form: str | None  # the form of this step's losses: "weight", "mean_over", "mean" or "sum"
-    _micro: int  # calls of backward in it
-    _earlier: Earlier | None  # whole gradients of its backwards before
-    _own_batches: PartLoader | None  # deals those that the script makes
+    _micro: int  # backward calls of this step
+    _earlier: Earlier | None  # gradients of this step's backwards before the last `accumulate`
+    _own_batches: PartLoader | None  # deals the batches that the script makes itself
 
     @abstractmethod
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
-        """Returns another loader, cut over ranks like the main one."""
+        """Returns another loader, cut over ranks like the main one; see `Prepared.split`."""
 
     @property
     def _of_whole_batches(self) -> bool:
-        """Whether every rank of the data axis computes the loss of all samples (`loss_scope="global"`)."""
+        """Returns whether every data rank has all samples for the loss (`loss_scope` "global" or "model")."""
         return self.calls.whole is not None
 
     @property
     def _apart(self) -> int:
-        """Returns how many ranks have samples of their own for the loss: 1 where every rank has all of them."""
+        """Returns how many ranks have samples of their own for the loss; 1 if every rank has all of them."""
         return 1 if self._of_whole_batches else self.engine.data_ranks
 
     def _passes(self, what: str) -> None:
-        """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
+        """Checks that all ranks make the call `what`; raises `RunError` if one makes another call."""
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
     @names_line
     def deal(self, *batch: Any) -> Any:
-        """Returns this rank's samples of a batch that the script has made by itself, alike on every rank: in place of
-        what a loader would hand out, or beside it. Collective.
+        """Returns this rank's samples of a batch that the script has made itself, equal on every rank. Collective.
 
-        batch  tensors, or tuples, lists and dicts of them, samples first; of several arguments a tuple comes back
+        Used in place of what a loader would hand out, or beside it.
+        batch  tensors, or tuples, lists and dicts of them, samples first; several arguments come back as a tuple
         """
         if self._own_batches is None:
             self._own_batches = self.split(None, trains=True)
@@ -73,23 +73,27 @@ class OverRanks(WeightAccess):
 
     @names_line
     def barrier(self) -> None:
-        """Wait until every rank has come here: before all read what one has written. Collective."""
+        """Waits until every rank has made this call, so that all may read a file that one has written. Collective."""
         self.meet("prepared.barrier()", always=True)
 
     @names_line
     def sum(self, *values: torch.Tensor | float) -> list[Any]:
-        """Returns each value's sum over the ranks that hold different samples: of a number a float, of a tensor a
-        tensor of its shape, without gradient. Collective.
+        """Returns a list of each value's sum over the ranks that hold different samples. Collective.
+
+        A number comes back as a float, a tensor as one of its shape, without gradient.
         """
         return self._sum(*self._counted(values))
 
     @names_line
     def gather(self, tensor: torch.Tensor, loader: PartLoader | None = None) -> torch.Tensor:
-        """Returns the rows of all samples of the batch at hand, in its order, from tensors that have one for each of a
-        rank's samples: what one process has (keys for a queue, outputs for a metric). Without gradient. Collective.
+        """Returns a tensor's rows of all samples of the current batch, in its order, as one process has them.
 
-        loader  what `prepared.split` returned, whose batch it is; None: the main one's
-        Raises `InputError` where the first dim does not count this rank's samples.
+        Collective.
+
+        tensor  (samples of this rank, ...), such as keys for a queue or outputs for a metric; the result has no
+                gradient
+        loader  what `prepared.split` returned, if the batch is its; None: the main loader's
+        Raises `InputError` if the first dim does not count this rank's samples.
         """
         self._passes("prepared.gather(...)")
         rows, dealt = whole(tensor).detach(), self.calls.of_loss
@@ -110,14 +114,17 @@ class OverRanks(WeightAccess):
         return gather_samples(rows[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
-        """Returns the values; times 0 in the loop, where this rank's samples are a stand-in that does not count."""
+        """Returns the values, each times 0 if this rank runs on a stand-in sample, which must not count."""
         lead, dealt = self.calls.leader, self.calls.of_loss
         apart = self._apart > 1 and lead.in_loop and not lead.other.since
         counts = dealt is None or dealt.part.count or not apart
         return [value if counts else value * 0 for value in values]
 
     def _sum(self, *values: torch.Tensor | float) -> list[Any]:
-        """Returns each value's sum over data ranks, numbers as floats, tensors in their shape; all in one message."""
+        """Returns each value's sum over data ranks: numbers as floats, tensors in their shape and dtype.
+
+        One collective.
+        """
         self._passes("prepared.sum(...)")
         given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
         device = self.mesh.device
@@ -132,16 +139,27 @@ class OverRanks(WeightAccess):
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """Returns one micro-batch's loss over all ranks, a float64 scalar; NaN where no rank has weight."""
+        """Returns one micro-batch's loss over all ranks, a float64 scalar; NaN if no rank has weight.
+
+        total   this rank's summand of it
+        weight  of this rank, used if the form of the step's losses is "weight"
+        """
         whole, divisor = self._sum(total.detach(), self._once() if self._form != "weight" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def _once(self) -> float:
-        """Returns this rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
+        """Returns this rank's part of a weight that sums to 1 over ranks; 1.0 if every rank has all samples."""
         return 1.0 if self._of_whole_batches else float(self.engine.mesh.data.index == 0)
 
     def _factor(self, form: str, over: torch.Tensor | float | None, part: Share | None) -> float:
-        """Returns the factor that makes this rank's loss a summand of the loss over ranks. Collective for means."""
+        """Returns the factor that turns this rank's loss into a summand of the loss over ranks.
+
+        Collective for "mean_over".
+
+        form   "weight", "mean_over", "mean" or "sum"
+        over   what this rank's mean is over, for "mean_over"
+        part   the samples that count on this rank; None if unknown
+        """
         # a sum and its weight add up as they are; whole batches are counted once elsewhere
         if self._of_whole_batches or form in ("weight", "sum"):
             return 1.0
@@ -155,9 +173,11 @@ class OverRanks(WeightAccess):
         return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
-        """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1.
+        """Returns the weight with which this rank's loss counts; losses without one share 1 in a step.
 
-        0 for a stand-in, where losses have weights. `InputError` where those of a step come in different forms.
+        form       how the loss is given; `InputError` if it differs from that of earlier losses of the step
+        weight     the script's, for the form "weight"
+        stands_in  Whether this rank runs on a stand-in sample, which has weight 0
         """
         # sums are divided by all weights of their step, and that step's have been divided already
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
@@ -176,7 +196,7 @@ class OverRanks(WeightAccess):
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
     def _refuse_weights(self) -> None:
-        """Raise `InputError` for a weight in a step whose gradients were divided already."""
+        """Raises `InputError` for a weight in a step whose gradients were divided already."""
         k = self.engine.plan.accumulate
         raise InputError(
             f"prepared.backward(loss, weight) was called {k + 1} times before optimizer.step(): a step's sums are "
@@ -191,7 +211,7 @@ def _is_number(value: Any) -> bool:
 
 
 def form_of(weight: object, mean_over: object, summed: bool) -> str:
-    """Returns "weight", "mean_over", "sum" or "mean", by how a loss is given; `InputError` for two ways at once."""
+    """Returns how a loss is given: "weight", "mean_over", "sum" or "mean"; raises `InputError` for two ways at once."""
     forms = [name for name, there in (("weight", weight is not None), ("mean_over", mean_over is not None),
                                       ("sum", summed)) if there]  # fmt: skip
     if len(forms) > 1:
@@ -203,7 +223,7 @@ def form_of(weight: object, mean_over: object, summed: bool) -> str:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise `InputError` unless a loss is one number that depends on the model's parameters."""
+    """Raises `InputError` unless `loss` is a one-element tensor that depends on the model's parameters."""
     what = "prepared.backward: the loss must be one number that depends on the model's parameters"
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"{what}, got {type(loss).__name__}: give the tensor, before .item()")
@@ -214,7 +234,10 @@ def check_loss(loss: Any) -> None:
 
 
 def check_number(value: Any, name: str) -> None:
-    """Raise `InputError` unless a weight is one number, and not below 0."""
+    """Raises `InputError` unless `value`, backward's argument `name`, is None or one number without gradient.
+
+    A Python number below 0 raises too; a tensor's sign is not read, which would make the host wait for the device.
+    """
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
     if math.prod(shape) != 1:
         raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")
@@ -222,6 +245,5 @@ def check_number(value: Any, name: str) -> None:
         raise InputError(
             f"prepared.backward: {name} carries a gradient, and a loss is divided by a number: .detach() it"
         )
-    # of Python's numbers alone: reading a tensor's value would make the host wait for the device in each micro-batch
     if isinstance(value, int | float) and value < 0:
         raise InputError(f"prepared.backward: {name} is {value:g}, which turns the loss around: give how many count")

@@ -1,8 +1,8 @@
-"""Ask whether a backward of the model's own gives other gradients for a part of the samples, as `look` asks of a task.
+"""Tries whether a backward of the model's own code gives other gradients for a part of the samples.
 
-An `autograd.Function` or a hook on a gradient may take a norm over the batch, which shows in no output. Where the
-model's code has one, rank 0 keeps a copy of the model in float64 from before it is spread, and the first batch's few
-samples go through it together and one by one.
+An `autograd.Function` or a hook on a gradient may take a norm over the batch, which shows in no output. If the model's
+code has one, rank 0 keeps a float64 copy of the model from before it is spread, and a few samples of the first batch
+go through the copy together and one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from shardwise.trace.outside_state import Reached
 
 
 class OwnBackwards:
-    """Names of a model's own backwards and gradient hooks (`told`), and a float64 copy on which they are tried."""
+    """The names of a model's own backwards and gradient hooks (`told`), and a float64 copy to try them on.
+
+    The copy exists on rank 0 alone, and only if there is such a backward and the model is small enough.
+    """
 
     def __init__(self, model: nn.Module, world: Axis, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -36,10 +39,13 @@ class OwnBackwards:
     def differ(
         self, entry: nn.Module, evaluate: Callable[[nn.Module, Any], Loss], whole: Any, parts: list[Any], asked: bool
     ) -> str | None:
-        """Returns how gradients of `whole` and of its `parts` differ, as text, else None. Collective; raises `Untried`.
+        """Returns a text on how gradients of `whole` and of its `parts` differ, else None.
 
+        Collective; raises `Untried`.
+
+        entry       the module that the script calls
         evaluate    (module, batch) -> the loss that stands for the script's
-        asked       whether this rank wants the answer; where any rank does, all take part, else None
+        asked       Whether this rank needs the answer; if any rank does, all take part, else all return None
         """
 
         def tried() -> tuple[str | None, str | None]:
@@ -64,10 +70,10 @@ class OwnBackwards:
 
 
 def _in_double(model: nn.Module) -> nn.Module | None:
-    """Returns a copy of the model in float64 on the CPU; None where it cannot be copied."""
+    """Returns a copy of the model in float64 on the CPU; None if it cannot be copied."""
     try:
         twin = copy.deepcopy(model)
-    except Exception:  # by what it holds: a lock, a generator, an output that it has kept
+    except Exception:  # it holds a lock, a generator, or a non-leaf tensor
         return None
     with torch.no_grad():
         for tensor in [*twin.parameters(), *twin.buffers()]:
@@ -76,6 +82,7 @@ def _in_double(model: nn.Module) -> nn.Module | None:
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a detached CPU copy, float64 if floating-point, that requires a gradient if `tensor` does."""
     plain = tensor.detach().cpu()
     wide = plain.double() if plain.is_floating_point() else plain
     return wide.requires_grad_(tensor.requires_grad)

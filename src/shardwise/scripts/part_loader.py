@@ -1,16 +1,16 @@
-"""A script's loader, cut so that it yields this rank's part of each batch. It tells of batches by `Events` (calls).
+"""Cuts a script's loader so that it yields this rank's part of each batch; reports batches to `Events` (scripts/calls).
 
     script's batches     [7 2 9 4] [0 5 1 3] [6 8]
     rank 0 of 2 reads     7 2       0 5       6
     rank 1 of 2 reads         9 4       1 3     8
 
 A `DataLoader` over a map-style dataset keeps its sampler, collate function and workers; only the indices of each
-batch are cut, so a rank reads its own samples, unless the others change them (`reading`): where the loader joins
-samples by a function of the script's own, or the first batch was drawn for, every rank reads whole batches and keeps
-its part. So it does with what has no indices (an iterable dataset, any other iterable).
+batch are cut, so that a rank reads its own samples alone. Every rank reads whole batches and keeps its part if the
+other samples may change its own (`reading`), that is if the loader has a collate function of the script's own or if
+reading the first batch drew random numbers, and if there are no indices (an iterable dataset, any other iterable).
 
-What this does not do: order what a sampler draws from a generator of its own making. That ranks drew the same
-samples is checked in every step.
+What this does not do: make samplers alike that draw from a generator of their own. Ranks compare in every step which
+samples they drew.
 """
 
 from __future__ import annotations
@@ -49,19 +49,21 @@ SINGLE = (
     "with batch_size=None it gives single samples (a tensor without dims), which ranks cannot share: give a "
     'batch_size, or prepare(..., loss_scope="model"), by which every rank has each one whole'
 )
-BatchPart = tuple[Any, Dealt, int]  # its batch, where it lies, and a number that is the same for parts of one batch
+BatchPart = tuple[Any, Dealt, int]  # (this rank's part, which samples these are, checksum equal on all ranks)
 
 
 class PartLoader:
-    """Yields this rank's part of each batch of `loader`. `part` tells which samples it holds, and of how many.
+    """Yields this rank's part of each batch of a script's loader, `whole`.
 
-    reads    "part": only this rank's samples; "whole": all of a batch, of which the part is kept; "auto": the part,
-             unless its neighbours change it
-    dim      of a batch's tensors that counts its samples; None: the first
-    notices  what "auto" came to, where it costs something
+    part     which samples of the current batch count on this rank, and of how many; None before the first
+    reads    "part": only this rank's samples; "whole": all of a batch, of which the part is kept; "auto": only this
+             rank's, unless other samples of the batch may change them
+    dim      the dim of a batch's tensors that counts its samples; None: the first
+    events   what is called between batches
+    notices  sentences on what "auto" chose, if that costs something
 
-    len(), `dataset`, `batch_size` and the like are the script's loader's own.
-    Raises `InputError` for a loader that cannot be iterated or deals samples by itself; iterating, for batches that
+    `len()`, `dataset`, `batch_size` and the like are those of the script's loader.
+    Raises `InputError` for a loader that cannot be iterated or deals samples itself; when iterated, for batches that
     cannot be cut.
     """
 
@@ -69,6 +71,7 @@ class PartLoader:
         self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None, reads: Reads = "part",
         dim: int | None = None,
     ) -> None:  # fmt: skip
+        """Cuts `loader` for data rank `data_rank` of `data_ranks`; see the class for the other arguments."""
         _refuse(loader, data_ranks)
         if reads not in ("auto", "whole", "part"):
             raise InputError(f"prepare: reads is 'auto', 'whole' or 'part', got {reads!r}")
@@ -80,19 +83,19 @@ class PartLoader:
         self._dim, self._dim_is_known = dim or 0, dim is not None
         self.events = self._told = events or Events()
         self.notices: list[str] = []
-        self.recorder: ScriptRecorder | None = None  # of a proof, which is told of batches
+        self.recorder: ScriptRecorder | None = None  # of a proof, which records batches
         self.reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around the wait for a batch
-        self._place: tuple[int, dict | None] | None = None  # to go on from
-        self._began: Generators | None = None  # where generators stood at the start of the epoch under way
-        self._look: list[float] = []  # numbers of what every rank read alike of the batch at hand
-        self._compared = False  # with what other ranks read
-        self._out = self._skip = 0  # batches of it that were handed out, or are left out
-        self._skipped: Callable[[], None] | None = None  # called where what is left out has been drawn
-        self._persistent: dict[bool, tuple[DataLoader, PartSampler]] = {}  # whose workers outlive an epoch, if watched
+        self._place: tuple[int, dict | None] | None = None  # (batches to skip, generators' states) of a checkpoint
+        self._began: Generators | None = None  # generators at the start of this epoch
+        self._look: list[float] = []  # `look_of` what every rank read of the current batch
+        self._compared = False  # Whether ranks have compared a batch
+        self._out = self._skip = 0  # batches of the epoch handed out so far; to skip at its start
+        self._skipped: Callable[[], None] | None = None  # called once the skipped batches are drawn
+        self._persistent: dict[bool, tuple[DataLoader, PartSampler]] = {}  # watched -> kept for later epochs
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
 
     def _possible(self, reads: str) -> list[Any]:
-        """Returns the methods of reading that are tried in turn; the first that fits the first batch is kept."""
+        """Returns the methods of reading to try in order; the first that fits the first batch is kept."""
         # one rank reads by indices as the script does
         if self._ranks == 1:
             return [self._indexed]
@@ -110,7 +113,7 @@ class PartLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns an iterator over an epoch's parts. The loader draws for it now, before any batch."""
+        """Returns an iterator over this rank's parts of an epoch; the loader draws its order now, before any batch."""
         self._told = self.events.here()
         self._told.before_epoch()
         now, (self._skip, began), self._place = Generators(self.whole), self._place or (0, None), None
@@ -122,9 +125,12 @@ class PartLoader:
         return self._handed_out(self._began, batches)
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
-        """Yields this rank's part of each batch of an epoch, and tells `Events` and a proof of it."""
+        """Yields this rank's part of each batch of an epoch, and reports it to `Events` and to a proof.
+
+        began  the generators at the start of the epoch
+        """
         most = total = 0
-        if not self.is_pushed:  # whose batches have no last one
+        if not self.is_pushed:  # batches that the script makes have no last one
             self._told.begin_epoch()
         try:
             for batch, dealt, checksum in self._read(self._batches(began, batches)):
@@ -151,7 +157,7 @@ class PartLoader:
                 self._told.after_epoch()
 
     def _read(self, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
-        """Yields the batches unchanged, each waited for within the context `reading`."""
+        """Yields the batches unchanged; waits for each inside the context `reading`."""
         while True:
             with self.reading():
                 batch = next(batches, None)
@@ -160,7 +166,7 @@ class PartLoader:
             yield batch
 
     def _tell_proof(self, batch: Any, dealt: Dealt) -> None:
-        """Record a batch for a proof: how many samples all ranks have, and a number of the content of this rank's."""
+        """Records for a proof how many samples the batch has on all ranks, and a digest of this rank's."""
         if self.recorder is None:
             return
         first = dealt.part.start - dealt.local.start
@@ -174,15 +180,15 @@ class PartLoader:
 
     @property
     def is_pushed(self) -> bool:
-        """Returns whether the script makes the batches by itself."""
+        """Returns whether the script makes the batches itself (`Prepared.deal`)."""
         return isinstance(self.whole, OwnBatches)
 
     def go_on(self, position: list[Any] | None) -> None:
-        """Let the next epoch be the rest of the one from which `position` was taken; None: a whole one."""
+        """Starts the next epoch at `position`, which the method of that name returned; None: at its beginning."""
         self._place = None if position is None else (position[0], position[1])
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
-        """Returns the dim of this part's tensors that counts its samples; None where it cannot be known."""
+        """Returns the dim of this part's tensors that counts its samples; None if it is ambiguous."""
         # whole batches are cut by a dim that is known
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
@@ -193,7 +199,7 @@ class PartLoader:
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
-        """Returns an iterator over this rank's parts, read in the way that is tried next."""
+        """Returns an iterator over this rank's parts, read by the first method of `_ways`."""
         self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
         way: Any = self._ways[0]
         if way == self._sliced:
@@ -202,11 +208,12 @@ class PartLoader:
         return way(*self._source(dealer, watched=way == self._watched))
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
-        """Yields parts, read in the first way that fits the first batch; the generators then start again from there.
+        """Yields parts, read by the first method that fits the first batch; before each retry generators are restored.
 
-        began   where they stood when the epoch was asked for, since when the script may have drawn
+        began    the generators when the epoch was asked for
+        batches  parts read by the first method
         """
-        stood, why_not = Generators(self.whole), ""
+        stood, why_not = Generators(self.whole), ""  # the script may have drawn since `began`
         while True:
             try:
                 first = next(batches, None)
@@ -232,7 +239,7 @@ class PartLoader:
             yield from batches
 
     def _tell(self, reason: str) -> None:
-        """Add a notice where whole batches are read, or could not be read (`reason`), since either costs something."""
+        """Adds a notice if whole batches are read, or cannot be (`reason`), because either costs something."""
         if self._ways[0] == self._whole:
             why = reason or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
             self.notices.append(
@@ -243,7 +250,9 @@ class PartLoader:
             self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
     def _source(self, dealer: Dealer, *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
-        """Returns (iterator over an epoch of the script's loader with other indices, the sampler that deals these).
+        """Returns (iterator over an epoch of the script's loader on indices of `sampler`, that `PartSampler`).
+
+        watched  Whether batches come with what `Collated` found
 
         Persistent workers are kept from epoch to epoch, since a loader draws a seed for those that it makes.
         """
@@ -256,13 +265,14 @@ class PartLoader:
         return from_workers(iter(loader)), sampler
 
     def _indexed(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        """Yields parts whose samples alone are read, as `sampler` dealt their indices."""
         for batch in source:
-            if self._ranks == 1:  # of the data axis: every rank reads it
+            if self._ranks == 1:  # other ranks (tp) read all of it too, so it can be compared
                 self._look = [] if self._compared else look_of(batch)
             yield (batch, *sampler.dealt.popleft())
 
     def _watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
-        """Yields parts as `_indexed` does; raises `Unfit` where reading the first batch drew random numbers."""
+        """Yields parts as `_indexed` does; raises `Unfit` if reading the first batch drew random numbers."""
         for number, (batch, drew, look) in enumerate(source):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
@@ -270,7 +280,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
-        """Yields parts cut out of whole batches; raises `Unfit` where a batch cannot be cut."""
+        """Yields parts cut out of whole batches; raises `Unfit` if a batch cannot be cut."""
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
@@ -282,7 +292,7 @@ class PartLoader:
             yield part, dealt, checksum
 
     def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
-        """Yields this rank's parts, cut out of whole batches; the first `_skip` batches are drawn and left out."""
+        """Yields parts cut out of the batches of a loader without indices, after the first `_skip` of them."""
         # no sampler to skip by: batches are read, which moves generators as in the epoch that was saved
         for _ in range(self._skip):
             next(batches, None)
@@ -302,37 +312,46 @@ class PartLoader:
 
 
 class Events:
-    """What is done between a loader's batches (of the main one: `Loop`); here for one beside it (`Prepared.split`)."""
+    """What is called between batches of a loader beside the main one (`Prepared.split`); `Loop` is the main one's.
+
+    local    this rank's samples of the current batch; None outside of an epoch
+    pauses   stops following random operations, while the loader makes its iterator
+    goes_on  follows them again
+    ran      Whether there was a batch, ever
+    since    Whether there was one since the main loader's current batch
+    """
 
     def __init__(self) -> None:
-        self.local: Share | None = None  # what this rank has of the batch at hand
-        self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
+        self.local: Share | None = None
+        self.pauses: Callable[[], None] = lambda: None
         self.goes_on: Callable[[], None] = lambda: None
-        self.ran = self.since = False  # there was a batch, ever, and since the main one's is at hand
+        self.ran = self.since = False
 
     def here(self) -> Events:
-        """Returns the events of an epoch that the calling thread goes through."""
+        """Returns the events to use for an epoch that the calling thread iterates."""
         return self
 
     def before_epoch(self) -> None:
-        """Called when the script asks for an iterator: what the loader draws now must be alike on every rank."""
+        """Called when the script asks for an iterator; what the loader draws now must be alike on every rank."""
         self.pauses()
 
     def begin_epoch(self) -> None:
         """Called when the script asks for an epoch's first batch."""
 
     def goes_beside(self) -> bool:
-        """Whether each sample is to be held once where there are enough: scripts count held-out ones by len(batch)."""
+        """Returns whether batches are never dealt two samples to a rank (scripts count held-out ones by len(batch))."""
         return True
 
     def before_first(self, look: list[float], checksum: int) -> None:
-        """Called before the first batch of all. `look`: a few numbers of a sample that every rank read."""
+        """Called before the first batch of all, with `look_of` a common sample and the batch's checksum."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False) -> None:
-        """Called before each batch is handed out. `checksum`: equal on ranks that have parts of the same samples.
+        """Called before each batch is handed out.
 
-        dim     of its tensors that counts the samples, where known
-        own     the script has made it by itself
+        dealt     which of its samples are this rank's
+        checksum  equal on ranks that have parts of the same samples
+        dim       of its tensors that counts the samples, None if unknown
+        own       Whether the script has made the batch itself
         """
         self.goes_on()
         self.local, self.ran, self.since = dealt.local, True, True
@@ -341,7 +360,7 @@ class Events:
         """Called when the script asks for the next batch."""
 
     def after_all(self) -> None:
-        """Called when the script asks for a batch beyond the last one, which every rank does."""
+        """Called when the script asks for a batch beyond the epoch's last one, which happens on every rank."""
 
     def after_epoch(self) -> None:
         """Called when the script's loop over the loader has ended, or was left by `break`."""
@@ -349,10 +368,11 @@ class Events:
 
 
 class PartSampler:
-    """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read.
+    """A batch sampler that yields this rank's indices of each batch of the script's own.
 
+    dealt           (`Dealt`, checksum of the indices) of each batch that was yielded and not yet read
     dealer          deals a batch's samples over ranks; another one in each epoch
-    skip, skipped   batches that are drawn and left out, and what is called then
+    skip, skipped   number of batches to draw and leave out, and what is called after these, or None
     """
 
     dealer: Dealer
@@ -385,7 +405,7 @@ class PartSampler:
 
 
 def _by_indices(loader: Any) -> bool:
-    """Whether a loader reads samples by index, so that ranks can be given their own."""
+    """Returns whether a loader reads samples by index, so that a rank can be given its own indices."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -394,9 +414,9 @@ def _by_indices(loader: Any) -> bool:
 
 
 def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> DataLoader:
-    """Returns a DataLoader with the script's settings over the indices of `sampler`.
+    """Returns a DataLoader with the settings of the script's, over the indices of `sampler`.
 
-    watched  it yields (batch, whether reading it drew random numbers, a few of its numbers, to compare ranks by)
+    watched  Whether it yields (batch, whether reading it drew random numbers, `look_of` a common sample)
     """
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
@@ -408,7 +428,7 @@ def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> Da
 
 
 def _refuse(loader: Any, data_ranks: int) -> None:
-    """Raise `InputError` for a loader that cannot be iterated, or that deals samples over ranks by itself."""
+    """Raises `InputError` for a loader that cannot be iterated, or that deals samples over ranks itself."""
     refuse_unguarded(loader)
     if not isinstance(loader, Iterable):
         batched = ", a dataset: give DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""

@@ -1,4 +1,4 @@
-"""`prepare(model, optimizer, loader, plan=...)` and `Prepared`: stepping, weight_access, over_ranks; loop: calls.
+"""`prepare(model, optimizer, loader, plan=...)` and `Prepared`, after stepping, over_ranks, weight_access and calls.
 
     batch of the script, cut        forward, loss: the script's own         prepared.backward(loss, weight)
     rank 0   samples 0..3  ------>  S_0, w_0  --------------------->  sum over ranks of dS_r, divided once by
@@ -76,8 +76,8 @@ from shardwise.step.state import RankState
 from shardwise.task import Domain
 from shardwise.tiers import StateTiers
 
-_PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
-_NO_LOADER: Any = object()  # None is a loader that is given: the script unpacks three
+_PREPARED: WeakSet[nn.Module] = WeakSet()  # models that a plan has changed in place
+_NO_LOADER: Any = object()  # left out: unpacks into two; None is given: into three
 
 
 @names_line
@@ -98,29 +98,29 @@ def prepare(
     loss_scope: Literal["sample", "global", "model"] = "sample",
     thaws: bool = False,
 ) -> Prepared:
-    """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
+    """Spreads a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
 
-    model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place. Or several that
+    model       built, with its weights; rank 0's are sent to ranks that have others. Changed in place. Or several that
                 one optimizer trains, as a tuple: (encoder, head)
     optimizer   made from the model's parameters, before its first step. Changed in place. Or a list: [muon, adam]
     loader      the one that one process would use; a batch of it is a global micro-batch. None, or left out: the script
-                makes its batches by itself (`deal`, or another loss_scope than "sample")
+                makes its batches itself (`deal`, or another loss_scope than "sample")
     plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
                 domain cut is derived in the model's first forward in training
-    randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
-    branches    as in `Task`
-    reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
-                whole where the loader has its own collate function or its dataset draws; else, and if "fast", the part
+    randomness  "global": noise and masks for samples are those of one process; "fast": each rank draws its own
+    branches    "same": samples use the same parameters; "per_sample": each may use others, as in `Task`
+    reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto": the
+                part, but under "global" all if the loader has its own collate function or its dataset draws randomly
     batch_dim   the dim of a batch's tensors that counts its samples (None: 0); of tensors with fewer dims, the first
-    seed        of "fast" draws
-    device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
-    check_loss  look at the model on a few samples of the first batch; False: the script vouches for it
+    seed        of the random numbers under "fast"
+    device      where the plan holds the model; None: the CPU for a model that lies there, else this rank's accelerator
+    check_loss  Whether to check on a few samples of the first batch that the model does not mix samples
     spatial     which dims of the model's arguments are space, under domain; None: those behind batch and channel
     loss_scope  "sample": the loss adds up over samples, which ranks take parts of. "global": it does not (dice of a
                 batch, a contrastive pair, mixup): every rank reads whole batches, the model runs on its samples, and
                 its outputs are gathered for the loss. "model": the model mixes samples as well (a queue in its forward,
                 one whole graph): every rank runs it on whole batches, and the plan spreads memory alone
-    thaws       what is frozen now is in the plan too, with memory for its gradients, and may be trained later
+    thaws       Whether frozen parameters are in the plan too, with memory for gradients, and may be trained later
 
     Returns a `Prepared`, which unpacks into as many as were given:
 
@@ -164,7 +164,7 @@ def prepare(
 
 
 def _refuse_twice(model: Any) -> None:
-    """Raise `InputError` where a plan has changed this model already."""
+    """Raises `InputError` if `prepare` has changed this model before."""
     if isinstance(model, nn.Module) and model in _PREPARED:
         raise InputError(
             f"prepare: this model ({type(model).__name__}) was prepared before, and two plans would sum its gradients "
@@ -175,7 +175,7 @@ def _refuse_twice(model: Any) -> None:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of `prepare` beside the script's own objects."""
+    """The arguments of `prepare` besides model, optimizer and loader; see there."""
 
     plan: Plan
     randomness: Randomness
@@ -188,7 +188,7 @@ class PrepareOptions:
     spatial: Domain | None  # as Task.spatial
     loss_scope: Literal["sample", "global", "model"]
     thaws: bool
-    unpacks: int  # 2 or 3: as many as `prepare` was given
+    unpacks: int  # how many objects `Prepared` unpacks into, 2 or 3
 
 
 class Prepared(Stepping):
@@ -235,15 +235,14 @@ class Prepared(Stepping):
             self._spread()
 
     def _take(self, optimizer: Optimizer) -> None:
-        """Make `optimizer` the script's: note parameters' names, and by a trial on which pieces it can run."""
+        """Makes `optimizer` the script's: notes parameter names, tries out on which pieces it can run."""
         optimizers.refuse_lost(optimizer, self.plan)
         self.optimizer = optimizer
         self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
         refuse(self._nature, UNSHARDED, self.plan.tp, self.plan.ep, named=type(optimizer).__name__)
 
     def _known(self, groups: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]], Nature]:
-        """Returns (names by group, of these those that the plan trains, whether their update needs whole tensors, by a
-        trial). Raises `InputError` for parameters that cannot be trained."""
+        """Returns (names by group, of these the plan's trained ones, the update's `Nature`); may raise `InputError`."""
         names = optimizers.names_in_groups(groups, self.model)
         optimizers.refuse_thawed(groups, names, self._shapes)
         trained = [[name for name in group if name in self._shapes] for group in names]
@@ -253,7 +252,7 @@ class Prepared(Stepping):
 
     @names_line
     def _add_group(self, group: dict[str, Any]) -> None:
-        """Stands for `optimizer.add_param_group`: adds this rank's pieces; `InputError` for settings that need more."""
+        """Stands for `optimizer.add_param_group`; `InputError` if these settings need more than this rank's pieces."""
         optimizer, engine, given = self.optimizer, self._engine, group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         group = {**optimizer.defaults, **group, "params": given}
@@ -278,7 +277,7 @@ class Prepared(Stepping):
         self._watch_pieces()
 
     def _adopt(self, engine: Engine, before: States) -> None:
-        """Point the optimizer at this rank's pieces. `before`: its state so far, {name: state}. Collective."""
+        """Points the optimizer at this rank's pieces. `before`: {name: its whole state so far}. Collective."""
         plan, optimizer, state = self.plan, self.optimizer, engine.state
         state.owners = optimizers.adopt(
             optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
@@ -290,7 +289,7 @@ class Prepared(Stepping):
         self._place_state(state, before_it)
 
     def _place_state(self, state: RankState, before: StateTiers | None) -> None:
-        """Move the optimizer's state into the plan's tier (host memory, a file); `before`: its former tier."""
+        """Moves the optimizer's state into the plan's tier (host memory, a file); `before`: its former tier or None."""
         if before is not None:
             before.wake_all()
         state.tier = make_tier(state, optimizers.makes_of(self.optimizer))
@@ -299,8 +298,10 @@ class Prepared(Stepping):
 
     @names_line
     def replace_optimizer(self, optimizer: Any) -> Any:
-        """Returns `optimizer`, made anew in place over this rank's pieces; it takes the place of the one before, which
-        can step no more; `InputError` for that itself. For scripts that make another in mid training. Collective.
+        """Returns `optimizer`, changed in place to train this rank's pieces; the former one can step no more.
+
+        Collective.
+        Raises `InputError` for the former one itself.
         """
         self._passes("prepared.replace_optimizer(...)")
         if (optimizer := as_one_optimizer(optimizer)) is self.optimizer:
@@ -320,7 +321,7 @@ class Prepared(Stepping):
 
     @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
-        """Put the model's weights where the plan has them. Collective."""
+        """Puts the model's weights where the plan has them; (args, kwargs): a call that gives its cuts. Collective."""
         model, mesh = self.model, self.mesh
         self.calls.suspend()
         refuse_hooks(model, self.plan)  # put on since prepare
@@ -349,7 +350,7 @@ class Prepared(Stepping):
         self._notices.say(self.notices)
 
     def _made(self, args: tuple, kwargs: dict) -> Engine:
-        """Returns the engine over the model, with the script's optimizer, its cuts by rank 0's call. Collective."""
+        """Returns the engine over the model and the script's optimizer, its cuts by rank 0's call. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         call = shared_call(args, kwargs, mesh.world, mesh.device) if waits_for_call(plan) else None
         dealt = self.calls.dealt if self.calls.whole is None else None
@@ -375,7 +376,7 @@ class Prepared(Stepping):
         return engine
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
-        """Set up what answers the script's reads of gradients and weights as one process would."""
+        """Sets up what answers the script's reads of gradients and weights; `cuts`: names of weights cut by tp, ep."""
         calls, state = self.calls, engine.state
         self._gate = gate = Gate()
         self.gradients = Gradients(self, state)
@@ -386,7 +387,7 @@ class Prepared(Stepping):
             read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
     def _follow(self, engine: Engine, *, in_pieces: bool) -> None:
-        """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
+        """Begins to watch what the script does to the model; `in_pieces`: ranks hold shares or shards of weights."""
         others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
         self._optimizer_guard = OptimizerGuard(self._script_weights)
         guard_conversion(self.model)
@@ -399,7 +400,7 @@ class Prepared(Stepping):
 
     @property
     def waits(self) -> bool:
-        """Whether the model is not spread yet, as its cuts are derived from its first forward in training."""
+        """Returns whether the model is not spread yet, because its first training forward must give the cuts."""
         return self._engine is None
 
     @property
@@ -409,7 +410,7 @@ class Prepared(Stepping):
 
     @property
     def engine(self) -> Engine:
-        """Returns the plan's `Engine`; `InputError` before a first forward that makes it, where it cuts (`waits`)."""
+        """Returns the plan's `Engine`; `InputError` before the first training forward that makes it (`waits`)."""
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
@@ -422,11 +423,10 @@ class Prepared(Stepping):
         return iter((as_given(self.model), optimizer_as_given(self.optimizer), self.loader)[: self._options.unpacks])
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
-        """Returns another loader, cut like the main one. A rank without a sample gets a stand-in that must not be
-        counted: its `part.count` is 0.
+        """Returns another loader, cut like the main one; a rank without a sample gets a stand-in, with `part.count` 0.
 
-        trains  its batches are trained on, after or in place of the main one's (a curriculum, another batch size), as
-                theirs are: draws and losses are followed. False: it is of held-out data, or goes beside the main one
+        trains  Whether losses and random numbers are for its batches, used after or in place of the main one's (a
+                curriculum). False: it is of held-out data, or goes beside the main one
         """
         leader = self.calls.leader
         cut = self._cut(loader, leader if trains else leader.other, self._reads)
@@ -434,6 +434,7 @@ class Prepared(Stepping):
         return cut
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
+        """Returns a `PartLoader` of `loader`, or for None of batches that the script makes."""
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
         return PartLoader(OwnBatches() if loader is None else loader, *place, events, reads, self._options.batch_dim)
 

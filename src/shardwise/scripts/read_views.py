@@ -1,10 +1,11 @@
-"""Views of a weight that the script reads where its rank holds a piece: `p.data`, `p.detach()`, `p[0]` under no_grad.
+"""Views of a weight that the script reads while its rank holds a piece: `p.data`, `p.detach()`, `p[0]` under no_grad.
 
     p.data.norm(), p.detach().numpy(), logstd.expand_as(x)    read: of the whole weight, gathered for it
-    p.data.mul_(0.9), row = p[0]; row.zero_()                 written: raises, as a gathered copy would take the write
+    p.data.mul_(0.9), row = p[0]; row.zero_()                 written: raises, because only the copy would change
     old = p.data; optimizer.step(); old.sum()                 raises: in one process `old` shows the new weights
 
-So a view is a gathered copy that knows it is one. What is computed of it is a plain tensor, and a view of it a view.
+So such a view is a `ReadView` of a gathered copy. What is computed of it is a plain tensor; a view of it is a
+`ReadView` too.
 
 What this does not do: see a write through `data_ptr` or DLPack; a NumPy array of it is read-only.
 """
@@ -30,7 +31,10 @@ _LATE = (
 
 
 class ReadView(torch.Tensor):
-    """A gathered copy of a whole weight, or a view of it, that may be read until weights change."""
+    """A gathered copy of a whole weight, or a view of one, that may be read until weights change.
+
+    is_current  returns whether weights are unchanged since
+    """
 
     is_current: Callable[[], bool]
 
@@ -40,12 +44,12 @@ class ReadView(torch.Tensor):
 
 
 def _of_views(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns what a function of torch gives for views among its arguments; raises where it writes into one."""
+    """Returns `func` of arguments with views among them; raises `RefusedPlan` if it writes into one."""
     name = getattr(func, "__name__", "")
     views = [one for one in tensors_in((args, kwargs)) if isinstance(one, ReadView)]
     first = (*args, *kwargs.values())[0]
     target = (kwargs.get("out"), first if writes_into(name) else None)
-    # `v.data = other` too: it would part the copy from the weight, and not change that
+    # `v.data = other` too: the view would have other memory than the copy, and the weight would not change
     sets_data = name == "__set__" and isinstance(first, ReadView)
     if sets_data or any(isinstance(one, ReadView) for one in tensors_in(target)):
         refuse(RefusedPlan(OUTSIDE.format(name)))
@@ -58,7 +62,11 @@ def _of_views(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def views_of(made: Any, is_current: Callable[[], bool], copies: set[int]) -> Any:
-    """Returns `made`, with tensors in the memory of `copies` (by `memory_of`) as views."""
+    """Returns `made` with its tensors as `ReadView`s if their memory is one of `copies`.
+
+    is_current  returns whether weights are unchanged since
+    copies      of whole weights, by `memory_of`
+    """
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
         if memory_of(tensor) not in copies:
@@ -71,7 +79,7 @@ def views_of(made: Any, is_current: Callable[[], bool], copies: set[int]) -> Any
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Returns what tells a tensor's memory from others'."""
+    """Returns an id of the storage in which a tensor lies."""
     return tensor.untyped_storage()._cdata
 
 

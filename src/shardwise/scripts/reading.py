@@ -1,10 +1,10 @@
-"""Find whether a rank may read its samples alone: whether reading draws, or depends on a batch's other samples.
+"""Finds whether a rank may read its samples alone, or reading draws random numbers or depends on other samples.
 
-A dataset that draws (a random crop) gives other samples where another process draws before it; a collate function of
-the script's own may pad to the longest of the batch, or draw masks. Then a part that was read by itself is not the
-part of the whole batch, and ranks have to read all of it.
+A dataset that draws (a random crop) gives other samples if another process draws before it; a collate function of
+the script's own may pad to the longest sample of the batch, or draw masks. Then a part that was read by itself differs
+from the part of the whole batch, and ranks have to read all of it.
 
-What this does not do: see draws from a generator that the dataset keeps to itself.
+What this does not do: see random numbers from a generator that the dataset keeps to itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwise.scripts.spread import tensors_of
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
 _MT19937_BYTES = 624 * 4 + 4  # its words and the place of the next one
-_LOOKED_AT = 16  # elements of a tensor
+_LOOKED_AT = 16  # elements of a tensor that are compared
 _ATOMS = (int, float, str, bytes, type(None))
 
 
@@ -49,10 +49,10 @@ IMPORTED = (
 
 
 def refuse_unguarded(loader: Any) -> None:
-    """Raise `InputError` where a loader's workers import the script that runs, and would come to `prepare` in it.
+    """Raises `InputError` if a loader's worker processes would import the running script and call `prepare` in it.
 
-    Known before they are started by the place in the script that runs now. What a worker imports is not run under
-    `if __name__ == "__main__":`; another `if` may have a worker leave out what it guards, and `from_workers` sees it.
+    Found, before they start, from the line of the script that runs now: a worker does not run what stands under
+    `if __name__ == "__main__":`. Other `if` statements may keep a worker out too; `from_workers` covers those.
     """
     context = getattr(loader, "multiprocessing_context", None)
     # asked so, Python does not settle on a default that the script may still set
@@ -79,7 +79,7 @@ def refuse_unguarded(loader: Any) -> None:
 
 
 def from_workers(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields a loader's batches; `InputError` where a worker has come to `prepare` as it imported the script."""
+    """Yields a loader's batches; raises `InputError` if a worker has called `prepare` when it imported the script."""
     try:
         yield from batches
     except RuntimeError:  # torch's: a worker has ended
@@ -89,11 +89,16 @@ def from_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class Unfit(Exception):
-    """Raised where batches cannot be read in the way that is tried; the message says why."""
+    """Raised if batches cannot be read by the method that is tried; the message says why."""
 
 
 class Fetched(NamedTuple):
-    """Samples; of a first batch where generators stood before, else None, and `look_of` a sample all read, else []."""
+    """Samples that a worker has read.
+
+    samples  as the dataset gives them
+    stood    `standing` before they were read, for an epoch's first batch; else None
+    look     `look_of` the sample that every rank reads, for that batch; else []
+    """
 
     samples: Any
     stood: int | None
@@ -101,13 +106,16 @@ class Fetched(NamedTuple):
 
 
 class Indices(list):
-    """Indices of a rank's samples; `shared` is one that every rank reads beside them, to compare."""
+    """Indices of a rank's samples.
+
+    shared  the index of a sample that every rank reads beside them, to compare; None except in an epoch's first batch
+    """
 
     shared: Any = None
 
 
 class Watched:
-    """A map-style dataset that remembers where the generators stood before it read the first batch's samples."""
+    """A map-style dataset that returns `Fetched`: samples, and the generators' state before an epoch's first batch."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -128,7 +136,7 @@ class Watched:
 
 
 class Collated:
-    """A loader's collate function, which also tells whether reading or joining drew: (batch, drew, look)."""
+    """A collate function that returns (batch, whether reading or joining it drew random numbers, `look`)."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -139,7 +147,7 @@ class Collated:
 
 
 def look_of(samples: Any) -> list[float]:
-    """Returns sizes and a few elements of samples as floats, by which ranks compare whether they read the same ones."""
+    """Returns sizes and up to 16 elements of each leaf of `samples` as floats, for ranks to compare what they read."""
     look: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
         # other tensors have no flat elements to compare
@@ -162,21 +170,22 @@ def look_of(samples: Any) -> list[float]:
 
 
 def _some(flat: Any) -> Any:
+    """Returns at most 16 elements of a flat array or tensor, evenly spaced."""
     return flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT]
 
 
 def standing() -> int:
-    """Returns a number that differs where this process's generators are in another state."""
+    """Returns a hash of the states of this process's random generators, which any draw changes."""
     check = 0
     for state in generators(current_device()):
         check = zlib.crc32(state, check)
-    words, gauss = random.getstate()[1:]  # a draw moves the place, which stands last, or makes all words anew
+    words, gauss = random.getstate()[1:]  # a draw moves the position, which is last, or makes all words anew
     return hash((check, _standing_of_numpy(), words[0], words[-1], gauss))
 
 
 def _standing_of_numpy() -> bytes | tuple:
-    """Returns the state of NumPy's global generator, changed by every draw but that of a cached normal."""
-    # its state as Python has it takes 40 us, more than all the rest of reading a small batch: 624 words one by one
+    """Returns the state of NumPy's global generator, which any draw changes except one of a cached normal number."""
+    # NumPy's own getter takes 40 us (624 words, one by one), more than reading the rest of a small batch
     source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(source) is np.random.MT19937:
         return ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES)
@@ -185,7 +194,7 @@ def _standing_of_numpy() -> bytes | tuple:
 
 
 class Generators:
-    """The states of this process's and a loader's random generators, to be restored later; also as JSON."""
+    """The states of this process's and of a loader's random generators, to be restored later; also as JSON."""
 
     def __init__(self, loader: Any) -> None:
         self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
@@ -193,19 +202,19 @@ class Generators:
             self._states = {each.key.rpartition("/")[2]: each.tensor for each in generators_held(0, current_device())}
 
     def restore(self) -> None:
-        """Put all generators back in the states noted."""
+        """Sets all generators to the states noted."""
         for generator, state in self._own:
             generator.set_state(state)
         for name, state in self._states.items():
             set_generator(name, state, current_device())
 
     def as_json(self) -> dict[str, Any]:
-        """Returns {"loader": [the states of the loader's generators], and each global generator's by name}, as text."""
+        """Returns {"loader": [state of each of the loader's generators], name of a global one: its state} in base64."""
         return {"loader": [_text(state) for _, state in self._own], **{k: _text(v) for k, v in self._states.items()}}
 
     @classmethod
     def from_json(cls, loader: Any, saved: dict[str, Any]) -> Generators:
-        """Returns the states of generators that `as_json` gave, in this run or another."""
+        """Returns the `Generators` whose states `as_json` gave, in this run or another."""
         restored = cls(loader)
         restored._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), saved["loader"], strict=False)]
         for name, state in restored._states.items():
@@ -228,15 +237,15 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def joins_by_itself(loader: DataLoader) -> bool:
-    """Whether a batch is joined by a function of the script's own, for which a sample's neighbours may matter."""
+    """Returns whether the loader has a collate function of the script's own, in which samples may affect each other."""
     return loader.collate_fn not in (default_collate, default_convert)
 
 
 def part_of_whole(batch: Any, share: Share, samples: int, dim: int = 0) -> Any:
-    """Returns the samples of `share` cut out of a whole batch; `InputError` unless its dims count `samples`.
+    """Returns the samples of `share` cut out of a batch of `samples`; `InputError` unless each tensor counts that many.
 
-    A list of as many numbers or strings (lengths, names) has one of each sample, too.
-    dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
+    A list of as many numbers or strings (lengths, names) is cut like a tensor.
+    dim     which dim of a tensor counts samples; the first, for a tensor with fewer dims (lengths, labels)
     """
     plain = _plain(batch, dim)
     check_samples(plain, samples)
@@ -247,7 +256,10 @@ def part_of_whole(batch: Any, share: Share, samples: int, dim: int = 0) -> Any:
 
 
 def in_class_of(given: Any, made: Any) -> Any:
-    """Returns a dict that was made of a mapping as one of its own class (a tokenizer's, a library's); others as is."""
+    """Returns the dict `made` as a copy of the mapping `given` (a tokenizer's, a library's) with its values.
+
+    Any `made` is returned unchanged if `given` is a plain dict or no mapping.
+    """
     if not isinstance(given, Mapping) or type(given) is dict:
         return made
     kept: Any = copy.copy(given)
@@ -257,9 +269,9 @@ def in_class_of(given: Any, made: Any) -> Any:
 
 
 def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
-    """Returns the tree with lists of one number or string for each of `samples` cut to the share; tensors are cut."""
+    """Returns the tree with lists of one number or string per sample cut to the share; its tensors are cut already."""
     kind = type(tree)
-    # lengths or names of samples; any other list is a container of such
+    # lengths or names of samples; a list of anything else is a container
     if kind is list and len(tree) == samples and all(isinstance(one, _ATOMS) for one in tree):
         return tree[share.start : share.start + share.count]
     if kind in (list, tuple):
@@ -268,15 +280,17 @@ def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
-    """Returns how many samples a batch has, by dim `dim` of its tensors; `InputError` where these differ."""
+    """Returns how many samples a batch has, by dim `dim` of its tensors; `InputError` if these differ."""
     return samples_in(_plain(batch, dim))
 
 
 def _plain(batch: Any, dim: int) -> Any:
+    """Returns the batch, a mapping as a dict, with dim `dim` of each tensor moved to the front."""
     return _moved(dict(batch) if isinstance(batch, Mapping) else batch, dim, 0)
 
 
 def _moved(batch: Any, source: int, to: int) -> Any:
+    """Returns the batch with dim `source` moved to `to` in each tensor that has both."""
     if source == to:
         return batch
     most = max(source, to)
@@ -284,13 +298,13 @@ def _moved(batch: Any, source: int, to: int) -> Any:
 
 
 def dims_of_samples(batch: Any, samples: int) -> list[int]:
-    """Returns those of the dims 0 and 1 of size `samples` in every tensor of a batch; vectors have dim 0 alone."""
+    """Returns which of the dims 0 and 1 have size `samples` in every tensor of a batch; vectors have dim 0 alone."""
     shapes = [tensor.shape for tensor in tensors_of(batch) if tensor.dim()]
     fits = [d for d in (0, 1) if all(shape[min(d, len(shape) - 1)] == samples for shape in shapes)]
     return fits if any(len(shape) > 1 for shape in shapes) else fits[:1]
 
 
 def share_generators(ranks: Axis, device: torch.device) -> None:
-    """Every rank continues from the first's generators: torch's, NumPy's and Python's. Collective."""
+    """Sets every rank's generators (torch's, NumPy's, Python's) to the states of the first rank's. Collective."""
     first = gather_json(Generators(None).as_json() if ranks.index == 0 else None, ranks, device)[0]
     Generators.from_json(None, first).restore()

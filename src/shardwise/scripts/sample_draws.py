@@ -1,21 +1,21 @@
-"""Random numbers that a script draws itself, the same for each sample as in one process. Told by calls; modes: random/.
+"""Gives a script's own random operations the numbers of one process, for each sample. Driven by scripts/calls.
 
-Between a batch and its backward, an op that draws for this rank's samples (the batch's sample dim, mostly the first,
-counts them; inside the model, any dim that alone has as many) draws for all samples of the batch and keeps this rank's:
+Between a batch and its backward, an op that draws random numbers for this rank's samples (the batch's sample dim,
+mostly the first, counts them; inside the model, any dim that alone has that size) draws for all samples of the batch:
 
     one process   randn(8, 3)                      rows 0..7
     rank 1 of 2   randn(4, 3) -> randn(8, 3)[4:]   rows 4..7, and the generator stands where one process's stands
 
-So noise, time steps and dropout masks are those of one process, and so is every later draw. A draw of another shape
-is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused, unless
-the look at the model on fewer samples has seen that its shape hangs on none (weights that are drawn, or dropped).
+So noise, time steps and dropout masks are those of one process, and so are all later random numbers. For another shape
+every rank draws the same numbers; inside the model that could be a mask whose samples lie in a dim that is not found,
+and is refused, unless running the model on fewer samples has shown that the shape does not depend on their number.
 
-The cost: every rank draws the whole batch's numbers. A call of torch that may draw, as its operation's tags say, is
-run with its operations followed; others pass by. What draws and is no such call (a scripted function, an extension's)
-shows in the first steps, in which all operations are followed; where something does, they are in all that come.
+The cost: every rank draws the whole batch's numbers. A call of torch that may draw, by the tags of its operations, runs
+under a dispatch mode; others do not. Random numbers outside such calls (a scripted function, an extension's) are found
+in the first 3 steps, in which all operations run under the mode, and then in all later ones if there were any.
 
-What this does not do: follow a draw whose sample dim has the size of the part by chance, or is a multiple of it; see
-one outside of the model that is no call of torch and comes later than the first steps.
+What this does not do: follow numbers whose sample dim has the size of the part by chance, or is a multiple of it; see
+some outside of the model that no call of torch draws and that come later than the first steps.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from shardwise.random import BatchDims
 from shardwise.scripts.script_lines import names_line
 from shardwise.trace.elementwise import asks_by_values, is_random
 
-_BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which something is computed again
+_BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which dropout may run again
 _OPERATIONS = (BuiltinFunctionType, MethodDescriptorType)
 
 
 def put_on(mode: TorchFunctionMode) -> None:
-    """Put a mode on top of the stack, unless it is on it."""
+    """Puts a mode on top of torch's stack of function modes, unless it is there."""
     if mode not in _get_current_function_mode_stack():
         _push_mode(mode)
 
 
 def take_off(mode: TorchFunctionMode) -> None:
-    """Take a mode off the stack, whatever was put on since; nothing where it is not there."""
+    """Takes a mode off the stack, wherever it is in it; does nothing if it is not there."""
     if mode in _get_current_function_mode_stack():
         for one in [each for each in _popped() if each is not mode]:
             _push_mode(one)
 
 
 def differentiate(loss: torch.Tensor, factor: float = 1.0, *, retain_graph: bool) -> None:
-    """Call `(factor * loss).backward()` with torch's function modes on: by the tensor's method, they would be off."""
+    """Calls `(factor * loss).backward()` with torch's function modes on; the tensor's own method turns them off."""
     torch.autograd.backward(get_gradient_edge(loss), torch.full_like(loss, factor), retain_graph)
 
 
 def _popped() -> list[TorchFunctionMode]:
-    """Empty torch's stack of function modes; returns what was on it, the lowest first."""
+    """Empties torch's stack of function modes; returns what was on it, the lowest first."""
     stack = _get_current_function_mode_stack()
     for _ in stack:
         _pop_mode()
@@ -79,9 +79,9 @@ def _popped() -> list[TorchFunctionMode]:
 
 @lru_cache(4096)
 def may_draw(function: Callable[..., Any]) -> bool:
-    """Returns whether a function of torch may draw random numbers.
+    """Returns whether a function of torch may draw random numbers; True if that is not known.
 
-    An operation's tags tell, and of a function of torch's Python those of what it calls; what else is not known may.
+    An operation has tags; a Python function of torch may draw if anything may that it calls.
     """
     name = getattr(function, "__name__", "")
     if name.startswith("__"):  # operators and attributes of tensors
@@ -103,8 +103,7 @@ def _draws(packet: OpOverloadPacket) -> bool:
 
 
 def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
-    """Whether a function may draw, by the names in its code, of operations and torch's functions, and its closure's;
-    one outside of torch may."""
+    """Returns whether a Python function may draw, by the names in its code and closure; `seen`: those looked at."""
     # code outside of torch has no tags to tell by
     if function.__module__.partition(".")[0] != "torch":
         return True
@@ -115,11 +114,11 @@ def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
     if names & _BACKWARDS or any(isinstance(packet, OpOverloadPacket) and _draws(packet) for packet in packets):
         return True
     inner = [*map(function.__globals__.get, names), *(cell.cell_contents for cell in function.__closure__ or ())]
-    # `seen`: functions may call each other in a circle
     return any(isinstance(one, FunctionType) and one not in seen and _calls_what_draws(one, seen) for one in inner)
 
 
 def _names_in(code: CodeType) -> set[str]:
+    """Returns the global and attribute names that code uses, in nested functions too."""
     inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*inner) - {"handle_torch_function"}
 
@@ -134,17 +133,17 @@ _BY_VALUES = (
     'use prepare(..., loss_scope="global"), by which every rank has whole batches, draw in the dataset, or use '
     'prepare(..., randomness="fast")'
 )
-_STEPS = 3  # in which all operations are followed
+_STEPS = 3  # first steps, in which all operations are followed
 _LATE = (
     "random numbers are drawn between a batch and its backward, and none were in the first {} steps, so that draws "
     "were no longer followed: every rank drew the same numbers for its own samples. Draw in the first steps as well, "
     'or use prepare(..., randomness="fast")'
 )
-_INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
+_INERT = ("dropout_p", "dropout", "p")  # arguments of which 0 switches an op's random numbers off
 
 
 class SampleDraws(TorchFunctionMode):
-    """Gives a script's random draws the numbers that one process draws for the same samples.
+    """Function mode that gives a script's random operations the numbers that one process draws for the same samples.
 
     Active while `part` is set, the samples that this rank holds. `inside`: the model's own forward runs.
     """
@@ -153,9 +152,9 @@ class SampleDraws(TorchFunctionMode):
         self, beside: Callable[[], Share | None] = lambda: None,
         of_batch: Callable[[Share, Callable[[int], bool], tuple], Share | None] = lambda part, fits, given: part,
     ) -> None:  # fmt: skip
-        """
+        """Follows nothing until `begin`.
         beside      returns this rank's samples of another loader's current batch, None without one
-        of_batch    (samples, whether a count of samples fits a draw, its arguments) -> the samples drawn for, or None
+        of_batch    (samples, whether a number of samples fits the shape, arguments) -> samples drawn for, or None
         """
         super().__init__()
         self._beside, self._of_batch = beside, of_batch
@@ -164,23 +163,23 @@ class SampleDraws(TorchFunctionMode):
         self.inside = self._first = False
         self.phases: list[Phase] = []  # of the loop's models
         self._dims = BatchDims()  # of draws that the look at the model has seen
-        self._op = ""  # under way
-        self.whole = False  # the script has whole batches, and the model's forward alone some samples
-        self._stands: list[bytes] = []  # where the generators were left by what was seen
-        self.seen = False  # something was drawn while draws were followed
-        self._stood: list[bytes] = []  # the generators, while draws are not followed
-        self._follows = False  # the operations of a call that may draw
-        self._all: _Operations | None = None  # follows all operations
-        self.follows_all = False  # something drew that was no call of torch
-        self.steps = 0  # backwards that are over
+        self._op = ""  # name of the random operation that runs
+        self.whole = False  # Whether the script has whole batches; only the model's forward is cut
+        self._stands: list[bytes] = []  # the generators after the last random op seen
+        self.seen = False  # Whether any random op was seen
+        self._stood: list[bytes] = []  # the generators at `begin`, if nothing is followed; else []
+        self._follows = False  # within a call that may draw
+        self._all: _Operations | None = None  # on while all operations are followed
+        self.follows_all = False  # Whether random ops ran outside of calls of torch
+        self.steps = 0  # backwards so far
 
     @property
     def alike(self) -> bool:
-        """Returns whether a model, or a module that mixes samples, runs on what it is given alike on every rank."""
+        """Returns whether a model, or a module that mixes samples, now runs on equal inputs on every rank."""
         return any(phase.same for phase in self.phases)
 
     def begin(self, part: Share, *, whole: bool) -> None:
-        """Deal draws over these samples from here on. `whole`: the script holds whole batches and draws for them."""
+        """Begins to follow random ops, for the samples `part`. `whole`: the script has and draws for whole batches."""
         self.part, self.whole = part, whole
         if self.follows_all or self.steps < _STEPS:
             self._all = _Operations(self)
@@ -190,10 +189,9 @@ class SampleDraws(TorchFunctionMode):
             put_on(self)
 
     def end(self) -> None:
-        """Leave draws alone from here on: they are alike on every rank. Raises `RefusedPlan` where the first draws
-        came later than the first steps, in which draws are followed."""
+        """Stops following random ops, which then draw alike on every rank; `RefusedPlan` if some were missed."""
         part, self.part = self.part, None
-        # draws were not followed since `begin`: that there were none shows by the generators
+        # nothing was followed since `begin`, as no earlier step drew: that this one did not shows by the generators
         if self._stood:
             if part is not None and self._stood != generators(current_device()):
                 self._stood = []
@@ -220,8 +218,7 @@ class SampleDraws(TorchFunctionMode):
             self._follows = False
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns the operation's result; what a random one draws is, for each sample, what one process draws."""
-        # no batch, or nothing random: the operation as it is
+        """Returns the result of an operation; if it is random, this rank's samples get the numbers of one process."""
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
@@ -238,9 +235,9 @@ class SampleDraws(TorchFunctionMode):
         return output
 
     def enter(self, *, first: bool, dims: BatchDims) -> None:
-        """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim.
+        """Notes that the model's forward begins; `first`: what it is given and returns has samples in the first dim.
 
-        dims    where the look at the model has seen that what it draws has samples
+        dims    in which dim random tensors have samples, learnt by running the model on fewer
         """
         if self._stood:  # nothing is followed, and what drew shows at the end
             return
@@ -248,13 +245,13 @@ class SampleDraws(TorchFunctionMode):
         self._dims = dims
 
     def leave(self) -> None:
-        """Note that the forward has ended. Raises `RefusedPlan` where something drew that was not seen."""
+        """Notes that the forward has ended. Raises `RefusedPlan` if random numbers were drawn unseen."""
         if self.inside:
             self.inside = False
             self._check()
 
     def _check(self) -> None:
-        """Raise `RefusedPlan` where a generator has moved though no operation was seen to draw."""
+        """Raises `RefusedPlan` if a generator has moved since the last random operation that was seen."""
         if self._stands != generators(current_device()):
             self.inside = False
             if self.part is None:
@@ -271,8 +268,8 @@ class SampleDraws(TorchFunctionMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
-        """Returns what a random operation draws: this rank's rows of one process's, or all. Raises `RefusedPlan`."""
-        # all draw one process's numbers; positions may be cut
+        """Returns a random operation's result for the samples `part`, unchanged if it is for none; may refuse."""
+        # every rank draws one process's numbers; if positions are cut each has its share of them
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
@@ -296,12 +293,15 @@ class SampleDraws(TorchFunctionMode):
         return self._drawn_for_all(func, args, kwargs, found_part, sized)
 
     def _drawn_for_all(self, func: Any, args: tuple, kwargs: dict, part: Share, sized: set[str]) -> Any:
-        """Returns this rank's rows of what an operation draws for all samples; `RefusedPlan` if these are not told."""
+        """Returns this rank's samples of what an op draws for all; `RefusedPlan` if no dim is known to count them.
+
+        sized  which of its arguments ("size", "shape") give a shape
+        """
         rows, low, total = part.count, part.start, part.total
         names = [argument.name for argument in func._schema.arguments]
         named = _named_arguments(func, args, kwargs)
         of_classes = named.get("num_samples") == rows and named["self"].dim() == 1  # one for each sample
-        # -1: the look at the model saw that this draw belongs to no samples
+        # -1: running the model on fewer samples has shown that these numbers belong to none
         if of_classes and self._seen_at((rows,), rows) != -1:
             with draws_of_one_process():
                 return _rows_of(func(**named | {"num_samples": total}), 0, part)
@@ -337,7 +337,7 @@ class SampleDraws(TorchFunctionMode):
         return _rows_of(output, counted[0], part)
 
     def _place(self, shape: Any, rows: int) -> int | None:
-        """Returns the dim of a draw of this shape that counts this rank's `rows` samples; None without one."""
+        """Returns the dim of a random tensor of this shape that counts this rank's `rows` samples; None without one."""
         fits = [at for at, size in enumerate(shape) if size == rows]
         # what the look at the model saw is certain; -1 is no dim, so None
         seen = self._seen_at(tuple(shape), rows)
@@ -349,11 +349,11 @@ class SampleDraws(TorchFunctionMode):
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _seen_at(self, shape: tuple[int, ...], rows: int) -> int | None:
-        """Returns the dim of samples that the look at the model saw in such a draw, as `BatchDims.of`; None outside."""
+        """Returns the dim of samples learnt for the op that runs and this shape (`BatchDims.of`), None outside."""
         return self._dims.of(self._op, shape, rows) if self.inside or _in_backward() else None
 
     def _whose(self, part: Share, shape: tuple[int, ...], args: tuple) -> Share | None:
-        """Returns the samples that a draw of this shape is for: the main batch's or another loader's; or None."""
+        """Returns whose samples numbers of this shape are for, the main batch's or another loader's; None: nobody's."""
         if not self.inside:
             of_batch = self._of_batch(part, lambda count: self._place(shape, count) is not None, args)
             if of_batch is None:
@@ -364,7 +364,7 @@ class SampleDraws(TorchFunctionMode):
         return fits[0] if fits else part
 
     def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:
-        """Returns the refusal, as text, of a draw in which this rank's `rows` samples cannot be found."""
+        """Returns the message of refusing a random tensor in which this rank's `rows` samples cannot be found."""
         if "dropout_state" in str(func):
             return (
                 "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "
@@ -379,7 +379,7 @@ class SampleDraws(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Dispatch mode around a call that may draw: sends its operations through `SampleDraws.operation`."""
+    """Dispatch mode that sends each operation through `SampleDraws.operation`."""
 
     def __init__(self, draws: SampleDraws) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
-    """Returns a tensor with `total` samples along `at`: those of `tensor` from `low` on, copies of its first elsewhere.
+    """Returns `tensor` with `total` samples along `at`: its own from index `low` on, copies of its first elsewhere.
 
     Its dims lie in memory in the order of the tensor's, in which numbers are drawn into it.
     """
@@ -404,31 +404,31 @@ def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
 
 
 def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
-    """Returns the shape of what a random operation draws: its argument in `sized`, else its first tensor's."""
+    """Returns the shape of what a random op draws: its argument in `sized`, else its first tensor's; () for neither."""
     return next((tuple(given.get(name) or ()) for name in sized), None) or next(
         (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
     )
 
 
 def _named_arguments(func: Any, args: tuple, kwargs: dict) -> dict:
-    """Returns {name: argument} of an operation's call."""
+    """Returns {name: value} of the arguments that an operation is given."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_off(func: Any, given: dict) -> bool:
-    """Whether a random op draws nothing: its dropout is 0."""
+    """Returns whether a random op draws nothing because its dropout is 0."""
     off = [given.get(one.name, one.default_value) for one in func._schema.arguments if one.name in _INERT]
     return bool(off) and all(isinstance(value, int | float) and value == 0 for value in off)
 
 
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
-    """Returns an index of `count` elements from `low` on along `dim`."""
+    """Returns an index (tuple of slices) of `count` elements from `low` on along `dim`."""
     return (*[slice(None)] * dim, slice(low, low + count))
 
 
 def _rows_of(output: Any, dim: int, part: Share) -> Any:
-    """Returns the output with this rank's rows (copies) of each tensor that has all samples along `dim`."""
+    """Returns the output with copies of this rank's samples, in each tensor that has all samples along `dim`."""
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         has_all = tensor.dim() > dim and tensor.shape[dim] == part.total
@@ -438,12 +438,12 @@ def _rows_of(output: Any, dim: int, part: Share) -> Any:
 
 
 def _in_backward() -> bool:
-    """Whether a backward runs, in which a block may be computed again."""
+    """Returns whether a backward runs, in which a block may be computed again."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _is_scalar(given: dict, sized: set[str]) -> bool:
-    """Whether one number is drawn: alike on every rank, as in one process."""
+    """Returns whether a single number is drawn, which is the same on every rank and in one process."""
     for name in sized:
         return list(given[name]) in ([], [1])
     tensor = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)

@@ -1,12 +1,12 @@
-"""`shardwise.save` and `load` of a prepared script, in the foreground, by checkpoint/save and load.
+"""`shardwise.save` and `load` of a prepared script, in the foreground; see checkpoint/save and checkpoint/load.
 
 Every rank writes its own pieces of weights, optimizer state and buffers, with digests (`checkpoint/`); they load under
-any plan. Beside them: where the loader stands in its epoch, where rank 0's generators stand, and what the script gives.
+any plan. Beside them: the loader's place in its epoch, rank 0's random generators, and what the script gives.
 
     run      epoch: 7 2 | 9 4 | save | 0 5 | 1 3
     loaded                             0 5 | 1 3     the first loop over the loader hands out the rest of that epoch
 
-What this does not do: bring back where generators stood in a loader's workers, or in iterables that draw by themselves.
+What this does not do: restore generators in a loader's workers, or in iterables that draw by themselves.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ NO_SCHEDULE = (
 
 @names_line
 def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any) -> Path:
-    """Write a checkpoint of a prepared script below `folder` and return where it is. Collective.
+    """Writes a checkpoint of a prepared script below `folder` and returns its path. Collective.
 
-    keep    published checkpoints that stay
-    fields  numbers, text, lists and dicts of them that the script needs to go on (an epoch, a scheduler's state): rank
-            0's; a tensor of one element is a number
+    keep    how many published checkpoints stay, the newest
+    fields  what the script needs to go on (an epoch, a scheduler's state), of which rank 0's is kept: numbers, str,
+            lists and dicts of them; a tensor of one element is a number
 
-    It is on the disk, digests checked, when this returns. Raises `RunError` where only some ranks call it, `InputError`
+    It is on the disk, digests checked, when this returns. Raises `RunError` if only some ranks call it, `InputError`
     for a field that is something else.
     """
     if isinstance(prepared, Plain):
@@ -72,10 +72,10 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
 
 @names_line
 def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
-    """Go on from a checkpoint: the newest whole one below `folder`, of any plan. Returns the script's own fields.
+    """Loads the newest complete checkpoint below `folder`, of any plan; returns the script's own fields {name: value}.
 
-    Collective. Where cuts wait for the model's first forward in training, weights and state come in with it. Raises
-    `InputError` where there is none, or it is another model's.
+    Collective. If cuts wait for the model's first forward in training, weights and state are loaded by that. Raises
+    `InputError` if there is none, or it is another model's.
     """
     # a proof runs the script from its start, and refuses to go on from a checkpoint
     if recorder() is not None:
@@ -102,12 +102,12 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
 
 
 def _has_schedule(fields: Any) -> bool:
-    """Whether a learning-rate scheduler's state is among the fields, or within one of them."""
+    """Returns whether the state of a learning-rate scheduler is among the fields, or within one of them."""
     return isinstance(fields, dict) and ("last_epoch" in fields or any(map(_has_schedule, fields.values())))
 
 
 def _node_of(name: str, value: Any) -> Node:
-    """Returns a field's value as JSON nodes that restore it exactly, number keys and infinity too; or `InputError`."""
+    """Returns a field's value as JSON that restores it exactly, number keys and infinity too; or `InputError`."""
     try:
         return plain_node(value)
     except NoJson as why:

@@ -1,4 +1,4 @@
-"""Show notices once, by rank 0, and errors with the script's own line in which they arose."""
+"""Prints notices once, on rank 0, and adds to errors the script's own line in which they arose."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Notices:
 
     @property
     def shown(self) -> bool:
-        """Whether this rank prints notices: rank 0 alone does."""
+        """Returns whether this rank prints notices, which only rank 0 does."""
         return self._rank == 0
 
     def say(self, notices: Iterable[str]) -> None:
-        """Print, on rank 0, the notices that were not printed before."""
+        """Prints, on rank 0, those of these notices that were not printed before."""
         for notice in notices:
             if notice not in self._said and self._rank == 0:
                 sys.stderr.write(f"shardwise: {notice}\n")
@@ -39,7 +39,7 @@ class Notices:
 
 
 def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function with errors that end in the script's line: "[train.py, line 12: loss.backward()]"."""
+    """Decorator that ends a `ShardwiseError` in the script's line: "[train.py, line 12: loss.backward()]"."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -78,12 +78,12 @@ def for_good(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @names_line
 def refuse(error: ShardwiseError) -> NoReturn:
-    """Raise an error that ends in the script's line, where no caller's wrapper adds it."""
+    """Raises `error` with the script's line at its end, for callers that are not under `names_line`."""
     raise error
 
 
 def line_of_script() -> str:
-    """Returns the innermost running line that is not ours nor torch's: "train.py, line 12: loss.backward()"; or ""."""
+    """Returns the innermost running line that is not shardwise's or torch's: "train.py, line 12: step()"; or ""."""
     frame = sys._getframe(1)
     while frame is not None and (_is_ours(frame.f_code.co_filename)):
         frame = frame.f_back  # type: ignore[assignment]
@@ -107,9 +107,9 @@ OPTIONS = ("weight", "mean_over", "summed", "also", "loader", "retain_graph")  #
 
 
 def refuse_call(loss: object, options: dict[str, Any]) -> None:
-    """Raise `InputError` where `backward` is given no loss or a misspelt option, `RefusedPlan` for create_graph.
+    """Raises `InputError` for a backward without a loss or with an unknown keyword.
 
-    options  the keywords that `backward` has no parameter for
+    options  the keywords that `backward` has no parameter for; `create_graph=True` raises `RefusedPlan`
     """
     if loss is None:
         raise InputError("prepared.backward is given no loss: prepared.backward(loss)")

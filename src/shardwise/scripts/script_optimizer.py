@@ -1,12 +1,12 @@
-"""A script's optimizer over this rank's pieces, in the same object, which schedulers hold. Its `step`: stepping.
+"""Points a script's optimizer at this rank's pieces, in the same object, which schedulers hold. Its `step`: stepping.
 
-Schedulers and logging hold the object and its groups, so both stay; what the groups hold becomes the pieces that the
-plan gives this rank. Which pieces the optimizer bears is found by trial, as for a task (`engine/optimizer`).
+Schedulers and logging hold the object and its groups, so both stay; the groups then list the pieces that the plan gives
+this rank. Which pieces the optimizer can run on is found by trial, as for a task (`engine/optimizer`).
 
-Where every rank holds whole tensors, frozen ones stay in their groups, so that numbers in a saved state mean the same
+If every rank holds whole tensors, frozen ones stay in their groups, so that numbers in a saved state mean the same
 parameters as in one process.
 
-State of steps that were done before goes with the parameters: as it is, or cut into pieces (`state`).
+State of earlier steps goes with the parameters: as it is, or cut into pieces (`adopt`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OWN = ("param_groups", "state", "defaults")
 
 
 def names_in_groups(held: Sequence[dict[str, Any]], module: nn.Module) -> list[list[str]]:
-    """Returns the names of each group's parameters; `InputError` for one that the model does not hold."""
+    """Returns the parameter names of each group `held`; `InputError` for a tensor that is no parameter of `module`."""
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
     for group in held:
@@ -54,9 +54,10 @@ def names_in_groups(held: Sequence[dict[str, Any]], module: nn.Module) -> list[l
 
 
 def refuse_lost(optimizer: Optimizer, plan: Plan) -> None:
-    """Raise `InputError` for settings that the constructor took and neither groups nor defaults remember.
+    """Raises `InputError` if an optimizer made anew from its class and groups would lack a setting of this one.
 
-    `RefusedPlan` as `refuse_several`.
+    That is a setting which the constructor took and neither groups nor defaults keep. `RefusedPlan` as
+    `refuse_several`.
     """
     refuse_several(optimizer, plan)
     plain = (bool, int, float, str, tuple, type(None))
@@ -72,11 +73,12 @@ def refuse_lost(optimizer: Optimizer, plan: Plan) -> None:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group's settings, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns a new optimizer of the same class and settings over these groups; `InputError` where none can be made."""
+    """Returns a new optimizer of the same class and settings over these groups; `InputError` if none can be made."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -95,7 +97,8 @@ Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is c
 def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Sequence[Sequence[Kind]]) -> Nature:
     """Returns the `Nature` of the group whose update needs most (elements, tensors or all), by a trial of each.
 
-    Raises `InputError` where no group has a parameter that is trained, or the class cannot be made anew.
+    kinds  (shape, whether complex) of the trained parameters of each group
+    Raises `InputError` if no group has a trained parameter, or the class cannot be made anew.
     """
     found = []
     for group, of_group in zip(groups, kinds, strict=True):
@@ -108,6 +111,8 @@ def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Seq
 
 
 def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> OptimizerFn:
+    """Returns a function from param groups to an optimizer over all their parameters, as one group of `settings`."""
+
     def make(groups: list[dict]) -> Optimizer:
         return _made(optimizer, [{**settings, "params": [param for group in groups for param in group["params"]]}])
 
@@ -115,7 +120,7 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> OptimizerFn:
 
 
 def makes_of(optimizer: Optimizer) -> list[OptimizerFn]:
-    """Returns, for each group, a function of parameters that makes an optimizer of this class with its settings."""
+    """Returns for each group a function that makes an optimizer of its class and settings over other parameters."""
     return [_flat(stepping_over(optimizer, group), _settings(group)) for group in optimizer.param_groups]
 
 
@@ -123,11 +128,13 @@ def adopt(
     optimizer: Optimizer, groups: list[list[str]], all_names: list[list[str]], engine: Engine,
     shapes: dict[str, torch.Size], nature: Nature, *, whole: bool,
 ) -> OwnedMasters | None:  # fmt: skip
-    """Point the optimizer at this rank's pieces, in place; returns the whole weights that this rank owns, where the
-    update needs whole tensors, else None. Raises `RefusedPlan` for an optimizer that cannot run on pieces.
+    """Points the optimizer at this rank's pieces, in place; returns the `OwnedMasters`, or None.
 
-    all_names   by group, of what was frozen at `prepare` too
-    whole   every piece is a whole parameter
+    groups     names of the trained parameters, by group;  all_names  those of frozen ones too
+    shapes     name -> whole shape of each trained parameter
+    nature     what the update needs; if whole tensors, each is owned by one rank, and these are returned
+    whole      Whether every piece is a whole parameter, so that frozen ones stay in the groups
+    Raises `RefusedPlan` for an optimizer that cannot run on pieces.
     """
     owners, technique, names, shard = None, engine.technique, engine.state.names, engine.mesh.shard
     zero = engine.plan.sharded
@@ -167,7 +174,7 @@ def adopt(
 def held_pieces(
     technique: DataParallel, owners: OwnedMasters | None, names: list[str]
 ) -> dict[str, list[nn.Parameter]]:  # fmt: skip
-    """Returns {name: this rank's pieces of that parameter}; with `owners` [the whole one], of those that it owns."""
+    """Returns {name: this rank's pieces of a parameter}; with `owners` {name: [whole master]} of those it owns."""
     if owners is not None:
         return {names[index]: [master] for index, master in owners.masters.items()}
     held: dict[str, list[nn.Parameter]] = {}
@@ -178,7 +185,7 @@ def held_pieces(
 
 
 def retire(optimizer: Optimizer) -> None:
-    """Make an optimizer's `step` raise `InputError`, since another one took its place."""
+    """Makes an optimizer's `step` raise `InputError`, since another one took its place."""
 
     @names_line
     def step(self: Optimizer, closure: Any = None) -> None:
@@ -189,7 +196,7 @@ def retire(optimizer: Optimizer) -> None:
 
 
 def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan: list[bool]) -> list[nn.Parameter]:
-    """Returns a group's parameters in their order: pieces of those in the plan, frozen ones as they are."""
+    """Returns a group's parameters in their order, with those that are in the plan (`in_plan`) replaced by pieces."""
     masters = iter(pieces)
     return [next(masters) if mine else param for param, mine in zip(given, in_plan, strict=True)]
 
@@ -197,7 +204,7 @@ def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan:
 def refuse_thawed(
     groups: Sequence[dict[str, Any]], all_names: list[list[str]], shapes: dict[str, torch.Size]
 ) -> None:  # fmt: skip
-    """Raise `InputError` for a parameter that is to be trained and was frozen at `prepare`."""
+    """Raises `InputError` for a parameter that requires a gradient and was frozen at `prepare`."""
     for group, names in zip(groups, all_names, strict=True):
         for param, name in zip(group["params"], names, strict=True):
             if param.requires_grad and name not in shapes:

@@ -1,8 +1,7 @@
-"""Profile a few steps of a script's loop: `shardwise run --profile-steps 10:12 train.py`.
+"""Profiles a few steps of a script's loop: `shardwise run --profile-steps 10:12 train.py`.
 
-A step is what lies between two calls of `optimizer.step()`: what the script does there by itself (logging, an
-evaluation) is part of it. The traces and the table are those of a run (observe/profile), in a folder `profile` where
-the script runs.
+A step lasts from one call of `optimizer.step()` to the next, with what the script does there itself (logging, an
+evaluation). The traces and the table are those of a run (observe/profile), in a folder `profile` where the script runs.
 
 What this does not do: the table for a GPU; more than the first of the models that one loop trains.
 """
@@ -21,19 +20,22 @@ from shardwise.ranks.script import PROFILE_STEPS
 
 
 class ScriptProfile:
-    """The profile of a script's steps; `stepped` is called after each of them."""
+    """The profile of the script's steps in the range `steps`, from 0; `stepped` is called after each step."""
 
     def __init__(self, steps: range, engine: Engine) -> None:
         self._profile = StepProfile(steps, engine, Path.cwd())
-        self._step = 0  # that is under way
-        self._under_way = ExitStack()  # its range in the trace
+        self._step = 0  # the current step
+        self._under_way = ExitStack()  # open range of the current step in the trace
 
     def reading(self) -> AbstractContextManager[None]:
         """Context around the wait for a batch."""
         return self._profile.inside(self._step, "input")
 
     def stepped(self) -> None:
-        """End a step and begin the next. Collective where it was the last one that is profiled."""
+        """Ends a step and begins the next; after the last profiled step writes the traces and prints the table.
+
+        Collective then.
+        """
         self._under_way.close()
         table, profile = self._profile.tell(self._step), self._profile
         if self._step == profile.steps.stop - 1 and profile.engine.rank == 0:
@@ -44,6 +46,6 @@ class ScriptProfile:
 
 
 def asked_profile(engine: Engine) -> ScriptProfile | None:
-    """Returns the profile that the environment asks for; None where it asks for none."""
+    """Returns the profile that the environment asks for (`PROFILE_STEPS`), or None."""
     text = os.environ.get(PROFILE_STEPS)
     return None if not text else ScriptProfile(read_steps_of_script(text), engine)

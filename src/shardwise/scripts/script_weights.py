@@ -1,12 +1,12 @@
-"""The parameters of a prepared model in the hands of the script's own code: as one process has them, or they raise.
+"""Answers a script's reads of a prepared model's parameters as one process would, or raises.
 
     p.grad                      the whole gradient, wherever ranks have it; raises before they have added it up
     (p ** 2).sum(), p.shape     of the whole weight, gathered for it; its gradient counts once (`whole_weights`)
-    p.mul_(0.9), p.data         where a rank holds a piece: raises, with `prepared.whole()` as the remedy
+    p.mul_(0.9), p.data         if a rank holds a piece: raises, with `prepared.whole()` as the remedy
     optimizer.param_groups      this rank's pieces: raise (`OptimizerGuard`)
 
-While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. How a
-parameter may be used (`ParameterUse`) stands in its class, which is changed in place.
+While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. The
+class of a parameter, which is changed in place, says how the script may use it (`ParameterUse`).
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ _GRAD = torch.Tensor.grad
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """What the script's own code reads of a parameter.
+    """How the script's own reads of a parameter are answered.
 
-    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "never":
-                raises; "successor": of the parameter that took its place
-    values      "own"; "once": likewise, with a gradient that counts once; of the whole weight: "share" (of tp, ep),
-                "sharded" (FSDP's), "pairs" (complex numbers held as real ones); "never"; "successor"
+    gradient    "own": torch's own; "later": likewise, once ranks have added up; "whole": gathered; "never": raises;
+                "successor": of the parameter that took its place
+    values      "own": torch's own; "once": likewise, with a gradient that counts once; of the whole weight: "share" (of
+                tp, ep), "sharded" (FSDP's), "pairs" (complex numbers held as real ones); "never"; "successor"
     """
 
     gradient: Literal["own", "later", "whole", "never", "successor"] = "own"
     values: Literal["own", "once", "share", "sharded", "pairs", "never", "successor"] = "own"
 
 
-_PIECES = {"share", "sharded", "pairs"}
+_PIECES = {"share", "sharded", "pairs"}  # values of which this rank holds a piece
 
 
 class ScriptWeights:
     """Answers the script's reads of one model's parameters, and of its optimizer's pieces of them."""
 
     def __init__(self, prepared: Any, engine: Engine, whole: Any, cuts: set[str]) -> None:
-        """Answer for the parameters of a model that is being prepared, from here on.
+        """Changes the classes of the model's parameters, by what each rank holds of them.
 
-        whole   its `WholeWeights`, where ranks hold pieces; else None
-        cuts    names of those that are shares of tp or ep
+        whole   the model's `WholeWeights` if ranks hold pieces; else None
+        cuts    names of the parameters that are shares of tp or ep
         """
         state, mesh = engine.state, prepared.mesh
         self.gate, self._gradients, self._calls, self._whole = prepared._gate, prepared.gradients, prepared.calls, whole
@@ -99,7 +99,7 @@ class ScriptWeights:
                 param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
 
     def kind(self, base: type, use: ParameterUse) -> type:
-        """Returns the subclass of `base` for parameters of this use, made once."""
+        """Returns the subclass of `base` for parameters of this use, made once; `base` for the default use."""
         if use == ParameterUse():
             return base
         if (base, use) not in self._kinds:
@@ -107,8 +107,9 @@ class ScriptWeights:
         return self._kinds[base, use]
 
     def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Let parameters that the plan replaced, each beside its successor, answer as those: a script may
-        have kept them in a list.
+        """Lets parameters that the plan replaced answer as their successors; a script may have kept them in a list.
+
+        left    (replaced parameter, successor) pairs
         """
         once = {id(param): (param, successor) for param, successor in left}  # a tied one has several names
         for param, successor in once.values():
@@ -123,7 +124,7 @@ class ScriptWeights:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the script's own code asks, and not the engine, the model's forward or a backward."""
+        """Whether the script's own code reads now, and not the engine, the model's forward or a backward."""
         return not (self.gate.is_open or self._runs())
 
     def _runs(self) -> bool:
@@ -131,7 +132,7 @@ class ScriptWeights:
         return self._calls.in_forward or _in_backward()
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
-        """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective where gathered."""
+        """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective if gathered."""
         # a script that puts its own parameter in this one's place asks for that one's gradient
         if use == "successor":
             return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
@@ -147,7 +148,7 @@ class ScriptWeights:
         return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
-        """`param.grad = value`: whole, the same on every rank."""
+        """Sets `param.grad = value`; for a script's own write `value` is whole and the same on every rank."""
         # outside of the gate the script means the parameter that it put in this one's place
         if use == "successor" and not self.gate.is_open:
             param.__dict__["successor"].grad = value
@@ -165,7 +166,7 @@ class ScriptWeights:
         return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns what a function of torch gives for these arguments, parameters among them."""
+        """Returns `func(*args, **kwargs)`, with parameters answered by their use; may raise `RefusedPlan`."""
         name = getattr(func, "__name__", "")
         again = _in_backward() and any(isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
         # a backward opens the gate, yet a recomputed forward may read weights there; FSDP's own calls read no values
@@ -198,7 +199,7 @@ class ScriptWeights:
         return func(*args, **kwargs)
 
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) in which a parameter's gradient counts once, though every rank computes it."""
+        """Returns (args, kwargs) in which gradients of "once" parameters count once, though every rank has them."""
         # it would return this rank's gradient to the script, which no hook adds up
         if func is torch.autograd.grad:
             refuse(RefusedPlan(TAKEN))
@@ -218,7 +219,7 @@ class ScriptWeights:
 
 
 def _cut(whole: weakref.ref[Any], piece: weakref.ref[Any]) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Returns a hook of a piece, to which a Function of the script's own that was given it sends a whole gradient."""
+    """Returns a hook for an FSDP piece that shards the whole gradients that a script's own Function sends to it."""
 
     def arrives(gradient: torch.Tensor) -> torch.Tensor | None:
         weights = whole()
@@ -228,7 +229,7 @@ def _cut(whole: weakref.ref[Any], piece: weakref.ref[Any]) -> Callable[[torch.Te
 
 
 def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
-    """Returns a subclass of a parameter's class whose `grad`, and functions of it, ask `ScriptWeights` by `use`."""
+    """Returns a subclass of `base` whose `grad`, and functions of it, ask `ScriptWeights` according to `use`."""
 
     class ScriptWeight(base):
         script_use = use
@@ -254,11 +255,11 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
         return ScriptWeight
 
     class ScriptWeightInFunctions(ScriptWeight):
-        answers_first = use.values == "share"  # beside parts that a model gave
+        answers_first = use.values == "share"  # before the tensor parts of a model's output do
 
         @staticmethod
         def answers_as_complex() -> bool:
-            """Whether the script's own code reads the parameter now, so that complex numbers are shown as such."""
+            """Returns whether the script's own code reads the parameter now, so that it is shown complex."""
             weights = weights_ref()
             return weights is not None and weights.is_asked
 
@@ -276,14 +277,17 @@ def _in_backward() -> bool:
 
 
 class OptimizerGuard:
-    """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
+    """Makes the pieces in a prepared optimizer's groups raise when the script's own code reads them."""
 
     def __init__(self, weights: ScriptWeights) -> None:
         self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
         self._masters: list[nn.Parameter] = []
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
-        """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
+        """Guards an optimizer's pieces from now on; `state`: its state too.
+
+        Parameters of `model` answer for themselves.
+        """
         # a second `watch`, for groups that were added, finds the state guarded already
         for one in members_of(optimizer):
             if state and not isinstance(one.state, StateOfPieces):
@@ -297,15 +301,14 @@ class OptimizerGuard:
             master.__class__ = self._kind
 
     def leave(self) -> None:
-        """Stop guarding the pieces: the optimizer or the engine uses them now, or whole tensors take their place."""
+        """Stops guarding the pieces, before the engine uses them or whole tensors take their place."""
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
 
 
 class StateOfPieces(defaultdict[Any, Any]):
-    """An optimizer's state by pieces, as torch keeps it; the script's own question for a whole weight's, or for all
-    that there is, raises."""
+    """An optimizer's state by pieces, as torch keeps it; raises when the script asks for a missing key or iterates."""
 
     def __init__(self, gate: Gate, state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -333,7 +336,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
     @names_line
     def _refuse_outside(self) -> None:
-        """Raise `RefusedPlan` where the script's own code reads the pieces of the optimizer's state."""
+        """Raises `RefusedPlan` unless the engine reads (the gate is open)."""
         if not self._gate.is_open:
             raise RefusedPlan(
                 "optimizer.state holds this rank's pieces of the state: read and write it in "
@@ -342,7 +345,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
 
 class OfPieces(torch.autograd.Function):
-    """Forward gives a whole weight for a piece; backward gives the piece its part of the gradient."""
+    """Autograd function: forward gives a whole weight for a piece, backward the piece's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:
@@ -355,11 +358,11 @@ class OfPieces(torch.autograd.Function):
 
 
 def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, value: torch.Tensor) -> None:
-    """`param.data = value` in a forward, of a unit of zero=3 that does not run: its storage is another one from here
-    on, as in one process.
+    """Stands for `param.data = value` in a forward, for a parameter whose zero=3 unit does not run.
 
-    trained     its technique, and its number there; None of what is frozen
+    trained     (its technique, its index there); None for a frozen parameter
     of_unit     FSDP's record of the parameter
+    value       the whole value; each rank keeps its shard in new memory, as one process would
     Raises `InputError` for another shape, dtype or device than the weight's.
     """
     value = value.detach()
@@ -381,7 +384,7 @@ def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, 
 
 
 def _take_up(of_unit: Any) -> None:
-    """Make FSDP use a shard's new memory, also while the script has it under another name (pruning)."""
+    """Makes FSDP use a shard's new memory, also while the script has the parameter under another name (pruning)."""
     within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
     stands, within[leaf] = leaf in within, of_unit.sharded_param
     of_unit.reset_sharded_param()

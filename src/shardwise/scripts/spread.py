@@ -1,14 +1,14 @@
-"""The first training forward of a script's model: from its arguments tp and ep are derived, then it is spread.
+"""The first training forward of a script's model: its arguments determine the cuts of tp and ep, then it is spread.
 
     prepare(model, ...)      ranks meet; the model waits, whole
     model(x)  in training    rank 0's arguments to all ranks -> cuts derived and tried -> weights cut -> the forward
     loss, backward, step     the script's own
 
-What leaves the model keeps the whole tensor's shape. In training a cut output stays in parts for as long as the
-script's operations know how (cross-entropy over cut classes), and is gathered by the first that does not; without
-gradients it is gathered at once.
+Outputs keep the whole tensor's shape. In training a cut output stays a tensor part for as long as the script's
+operations have rules for it (cross-entropy over cut classes); the first operation that has none gathers it. Without
+gradients outputs are gathered at once.
 
-What this does not do: derive from anything but the model's own call. A script that calls parts of its model is told.
+What this does not do: derive cuts from anything but the model's own call; calls of its submodules alone raise.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from shardwise.part.positions import Positions, name_of
 from shardwise.scripts.script_lines import names_line
 from shardwise.trace.functional import transforming
 
-Spread = Callable[[tuple, dict], None]  # (args, kwargs) of the first call
+Spread = Callable[[tuple, dict], None]  # called with (args, kwargs) of the first call
 
 
 def wait_for_call(model: nn.Module, spread: Spread) -> None:
-    """Call `spread` before the model's first forward in training. Every forward before it runs on the whole model."""
+    """Calls `spread` before the model's first forward in training; every earlier forward runs on the whole model."""
     kind = type(model)
     begun = False
     refusal: Exception | None = None
 
-    @torch.compiler.disable  # parts are no tensors that a compiler knows
+    @torch.compiler.disable  # a compiler does not know tensor parts
     @names_line
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal begun, refusal
@@ -67,7 +67,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
 
 
 def refuse_transform() -> None:
-    """Raise `RefusedPlan` inside a transform of torch.func, whose tensors have no memory that could be sent."""
+    """Raises `RefusedPlan` inside a transform of torch.func, whose tensors have no memory that could be sent."""
     if transforming():
         raise RefusedPlan(
             "the model is called inside a transform of torch.func (vmap, grad, jacrev, ...), where ranks cannot meet, "
@@ -78,8 +78,10 @@ def refuse_transform() -> None:
 
 @contextmanager
 def thawed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
-    """Context: these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
-    attack on its inputs, samples drawn by a gradient), by which the model is spread and looked at all the same.
+    """Context in which the parameters named `trained` require gradients.
+
+    A script may freeze them for one forward (an attack on its inputs, samples drawn by a gradient), and the model is
+    spread and checked by that forward all the same.
     """
     still = [name for name, param in model.named_parameters() if name in trained and not param.requires_grad]
     _set_trained(model, still, True)
@@ -90,13 +92,14 @@ def thawed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
 
 
 def _set_trained(model: nn.Module, names: Collection[str], trained: bool) -> None:
+    """Sets `requires_grad` of the parameters of these names."""
     for name, param in model.named_parameters():
         if name in names:
             param.requires_grad_(trained)
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective.
+    """Returns (args, kwargs) of rank 0's call on every rank, tensors on the CPU. Collective.
 
     Raises `RefusedPlan` for sparse tensors, `RunError` on a rank that gives another number of tensors.
     """
@@ -112,7 +115,7 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
         )
     # rank 0's shapes size the buffers: a rank's own last batch may be smaller
     shapes = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
-    # else tensors would be received into other arguments, or a rank would wait for one that never comes
+    # otherwise tensors would be received into other arguments, or a rank would wait for one that never comes
     if len(shapes[0]) != len(mine):
         raise RunError(
             f"prepare: rank {world.index} calls the model with {len(mine)} tensors, rank 0 with {len(shapes[0])}: "
@@ -124,7 +127,7 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
 
 
 def _of_rank_0(tensor: torch.Tensor, told: tuple[list[int], str], world: Axis, device: torch.device) -> torch.Tensor:
-    """Returns rank 0's tensor, on the CPU of every rank; `told`: its shape and dtype. Collective."""
+    """Returns rank 0's tensor on the CPU of every rank; `told`: its shape and the name of its dtype. Collective."""
     shape, dtype = told[0], getattr(torch, told[1].removeprefix("torch."))
     sent = tensor.detach().to(device) if world.index == 0 else torch.empty(shape, dtype=dtype, device=device)
     flat = sent.contiguous().reshape(-1)
@@ -136,7 +139,7 @@ def _of_rank_0(tensor: torch.Tensor, told: tuple[list[int], str], world: Axis, d
 
 
 def check_cuts(cuts: Mapping[str, Any], world: Axis, device: torch.device) -> None:
-    """Raise `RunError` where ranks derived other cuts. Collective."""
+    """Raises `RunError` if ranks derived different cuts. Collective."""
     mine = zlib.crc32(repr([(name, cut.dim, cut.owners.counts) for name, cut in sorted(cuts.items())]).encode())
     if len(set(gather_json(mine, world, device))) > 1:
         raise RunError(
@@ -150,7 +153,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
         return
-    if type(output) in (tuple, list):  # by itself, since each batch and each call is gone through
+    if type(output) in (tuple, list):  # the usual case, for each batch and each call, is quick
         inside: Iterable[Any] = output
     elif isinstance(output, Mapping):
         inside = output.values()
@@ -165,7 +168,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def total_of(output: Any) -> torch.Tensor:
-    """Returns a scalar made of all floating-point outputs, in place of the script's loss; `InputError` without any."""
+    """Returns a scalar of all floating-point outputs, as a loss for trying cuts; `InputError` if there are none."""
     floats = [t for t in tensors_of(output) if t.is_floating_point()]
     if not floats:
         raise InputError(
@@ -176,7 +179,7 @@ def total_of(output: Any) -> torch.Tensor:
 
 
 def seen_outside(output: Any) -> Any:
-    """Returns a model's output as the script may use it: its parts may be gathered, its sums are taken."""
+    """Returns a model's output as the script may use it: sums are reduced, parts may be gathered when needed."""
     if not torch.is_grad_enabled():
         return tree_map_only(torch.Tensor, plain, output)
     for tensor in tensors_of(output):
@@ -189,7 +192,7 @@ Call = tuple[tuple, dict[str, Any]]
 
 
 class Named:
-    """Converts a model's (args, kwargs) into one dict by the names of its forward's arguments, and back."""
+    """Converts a call's (args, kwargs) into one dict by the names of the forward's arguments, and back."""
 
     def __init__(self, model: nn.Module):
         kinds = inspect.Parameter
@@ -197,47 +200,48 @@ class Named:
         self._names = [one.name for one in found if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
 
     def of(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a call's arguments by name, positional ones first; those beyond the names by their number."""
+        """Returns a call's arguments by name, positional ones first; "argument N" for those beyond the names."""
         numbered = [*self._names, *(f"argument {n}" for n in range(len(self._names), len(args)))]
         return dict(zip(numbered, args, strict=False)) | dict(kwargs)
 
     @staticmethod
     def back(named: Mapping[str, Any], positional: int) -> Call:
-        """Returns (args, kwargs) of arguments by name, of which the first `positional` had no keyword."""
+        """Returns (args, kwargs) of arguments by name, the first `positional` of which are args."""
         items = list(named.items())
         return tuple(value for _, value in items[:positional]), dict(items[positional:])
 
 
-_AXES: WeakValueDictionary[Axis, Axis] = WeakValueDictionary()  # without their groups -> those of a living model
+_AXES: WeakValueDictionary[Axis, Axis] = WeakValueDictionary()  # axis without its group -> a model's axis
 
 
 def on_common_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with the axes of positions of a model that the script prepared before, where they are the same.
+    """Returns the mesh with the position axes of an earlier prepared model, for those that have the same ranks.
 
-    What one model gives is a part over its axes. Over others of the same ranks, the weights of a model that is given it
-    would take sums over ranks for this rank's, and count them once for each rank.
+    A model's output is a tensor part over its axes. If another model that is given it had other axes over the same
+    ranks, its weights' gradients would take the part's sums over ranks for this rank's own, and count them on each
+    rank.
     """
     return replace(mesh, inner=tuple(map(_common, mesh.inner)))
 
 
 def _common(axis: Axis) -> Axis:
-    """Returns the axis of a model that was prepared before, of the same ranks; else this one."""
+    """Returns the axis of the same ranks of a model that was prepared before; this one if there is none."""
     key = replace(axis, group=None)
     before = _AXES.get(key)
-    if before is None or before.group not in dist.distributed_c10d._world.pg_map:  # ended, with its engine or its world
+    if before is None or before.group not in dist.distributed_c10d._world.pg_map:  # its group has ended
         _AXES[key] = before = axis
     return before
 
 
 class Door:
-    """Cuts a call's arguments as `positions` says, by their names, and lets parts out to the script."""
+    """Cuts a call's arguments as `positions` says, by their names."""
 
     def __init__(self, model: nn.Module, positions: Positions):
         self._named, self._positions = Named(model), positions
         self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
-        """Returns ((args, kwargs) with this rank's shares, a notice or ""); tensors of too few positions stay whole.
+        """Returns ((args, kwargs) with this rank's shares, notice or ""); tensors with too few positions stay whole.
 
         Raises `InputError` for a tensor that another model's plan has cut.
         """
@@ -253,10 +257,7 @@ class Door:
         return self._named.back(tree_unflatten(leaves, spec), len(args)), notice
 
     def _share(self, name: str, leaf: Any) -> Any:
-        """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short.
-
-        Raises `InputError` for what a model under another plan has cut.
-        """
+        """Returns this rank's share of the argument `name`; `leaf` itself if it is no tensor, not cut, or too short."""
         cuts = self._cuts.get(name)
         # a part over this model's own axes goes in as it is; over another's, sums would run over the wrong ranks
         if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:
@@ -274,18 +275,19 @@ class Door:
 
 
 def let_out(output: Any) -> Any:
-    """Returns a training forward's output, whose parts any of the script's operations may gather."""
+    """Returns a training forward's output, whose tensor parts any operation of the script may gather."""
     return tree_map_only(Part, _let_out, output)
 
 
 def _let_out(part: Part) -> torch.Tensor:
+    """Returns the part, marked so that it may be gathered; under cut positions its gradient is cut on the way back."""
     left = _Leaves.apply(part) if part.requires_grad and part.axis.positions else part
     left.may_gather = True
     return left
 
 
 class _Leaves(torch.autograd.Function):
-    """Returns a part as it is; backward cuts a gradient that every rank computed whole into the part's shares."""
+    """Autograd function: returns a part unchanged; backward cuts a whole gradient into the part's shares."""
 
     @staticmethod
     def forward(ctx: Any, part: Part) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Before a script is prepared: refuse what cannot be, fix the precision; make its engine over the model that exists."""
+"""Before a script is prepared: refuses what cannot be, sets the precision, and makes the engine over its model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ORDER = ": prepare(model, optimizer, loader, plan=...)"
 
 
 def check_kinds(model: Any, optimizer: Any) -> None:
-    """Raise `InputError` for what is no model, or no optimizer."""
+    """Raises `InputError` unless `model` is a module and `optimizer` an optimizer."""
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module{_ORDER}")
     if not isinstance(optimizer, Optimizer):
@@ -45,7 +45,7 @@ def check_kinds(model: Any, optimizer: Any) -> None:
 
 
 def check_given(model: nn.Module, optimizer: Optimizer, plan: Plan, randomness: str, loss_scope: str) -> None:
-    """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
+    """Raises `InputError` or `RefusedPlan` if these arguments of `prepare` do not go together."""
     for one in members_of(optimizer):
         _refuse_wrapped(model, one)
     if randomness not in ("global", "fast"):
@@ -88,7 +88,7 @@ def check_given(model: nn.Module, optimizer: Optimizer, plan: Plan, randomness: 
 
 
 def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `InputError` for what another library, or another part of torch, has spread already."""
+    """Raises `InputError` if another library or torch has spread the model already, or wrapped the optimizer."""
     for path, child in model.named_modules():
         kind, where = type(child).__name__, f"the model's '{path}'" if path else "the model"
         # of every base, so that a subclass of a wrapper is found, and by name, so that none is imported for it
@@ -115,7 +115,7 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def join_ranks(plan: Plan) -> None:
-    """Join the ranks that a launcher started; `InputError` where the plan needs several and none did."""
+    """Joins the ranks that a launcher started; `InputError` if their number is not the plan's."""
     # a script may have set up its process group itself
     if not dist.is_initialized() and here() is not None:
         join()
@@ -151,7 +151,7 @@ ON_THE_HOST = (
 
 
 def device_of(model: nn.Module, asked: str | torch.device | None) -> torch.device:
-    """Returns this rank's device: as asked, else the CPU for a model that lies there, else the rank's accelerator."""
+    """Returns this rank's device: as asked; else the CPU for a model that lies there, else the rank's accelerator."""
     kinds = {param.device.type for param in model.parameters()}
     return own_device("cpu" if asked is None and kinds == {"cpu"} else asked)
 
@@ -170,7 +170,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
-    """Returns the plan, with the model's own precision where it names none; `RefusedPlan` for parameters of two."""
+    """Returns the plan with the model's own precision if it names none; `RefusedPlan` for mixed dtypes, float16."""
     numbers = (param.dtype for param in model.parameters() if param.is_floating_point() or param.is_complex())
     # complex weights are held as pairs of real ones
     dtypes = {dtype.to_real() for dtype in numbers}
@@ -188,7 +188,7 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context: random draws inside leave the script's generators as they were."""
+    """Context after which torch's, Python's and NumPy's generators stand as before it."""
     with device.generators_kept(), python_restored():
         yield
 
@@ -197,10 +197,12 @@ def make_engine(
     model: nn.Module, plan: Plan, mesh: Mesh, branches: Any, seed: int, spatial: Domain | None,
     call: tuple[tuple, dict] | None, samples: int | None,
 ) -> Engine:  # fmt: skip
-    """Returns the engine over a module that exists already; a task is made whose constructor returns it.
+    """Returns the engine over a module that exists already, through a task whose constructor returns that module.
 
-    call     (args, kwargs) of the model, on the CPU and the same on every rank, where cuts are derived from them
-    samples  that they hold, where it is known
+    call     (args, kwargs) of the model, on the CPU and the same on every rank, if cuts are derived from them; else
+             None
+    samples  that these hold, None if unknown
+    The task's loss and optimizer are stand-ins, which the script's own replace.
     """
     positional = len(call[0]) if call is not None else 0
     named = Named(model).of(*call) if call is not None else None

@@ -1,10 +1,10 @@
-"""The script's hooks around `optimizer.step()`, where ranks hold pieces: they are given whole weights and gradients.
+"""Runs the script's hooks around `optimizer.step()` on whole weights and gradients, while ranks hold pieces.
 
     one process   pre hooks . step . post hooks                     torch calls them within optimizer.step()
     ranks         whole(grads=True): pre hooks . step of pieces, weights published . whole(grads=True): post hooks
 
 So a hook reads and writes what it has in one process (an average, a norm of each tensor, a projection). What it writes
-is compared over ranks, as in `prepared.whole()`. Bytes: what a `whole` gathers, for hooks before and for those after.
+is compared over ranks, as in `prepared.whole()`. Bytes: what a `whole` gathers, before the step and after it.
 
 What this does not do: run the model within a hook, or let a hook change the arguments of `step`.
 """
@@ -19,21 +19,22 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.errors import RefusedPlan
 
-Table = MutableMapping[int, Callable]
+Table = MutableMapping[int, Callable]  # torch's key of a hook -> the hook
 
 
 def _tables(optimizer: Optimizer) -> tuple[list[Table], list[Table]]:
-    """Returns (tables of hooks before a step, tables of those after it), as torch goes through them."""
+    """Returns (tables of hooks before a step, tables of those after it), in the order in which torch runs them."""
     before = [torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
     return before, [optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks]
 
 
 def _is_of_script(hook: Callable) -> bool:
+    """Whether a hook is the script's and not ours."""
     return not str(getattr(hook, "__module__", "")).startswith("shardwise.")
 
 
 def hooks_around(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
-    """Returns (the script's hooks before the step, those after it), hooks of all optimizers among them."""
+    """Returns (the script's hooks before the step, those after it), torch's global hooks included."""
     before, after = (
         [h for table in tables for h in table.values() if _is_of_script(h)] for tables in _tables(optimizer)
     )
@@ -42,7 +43,7 @@ def hooks_around(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
 
 @contextmanager
 def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Context: a step runs without the script's hooks."""
+    """Context in which a step runs without the script's hooks."""
     # copies, since the tables themselves are emptied: torch reads them within `step`
     kept = [(table, dict(table)) for tables in _tables(optimizer) for table in tables]
     for table, hooks in kept:
@@ -59,7 +60,10 @@ def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def run_hooks(optimizer: Optimizer, hooks: list[Callable], whole: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run hooks on whole weights and gradients; `RefusedPlan` for one that returns anything. Collective unless []."""
+    """Runs hooks inside the context `whole()`; `RefusedPlan` if one returns a value.
+
+    Collective unless `hooks` is [].
+    """
     if not hooks:
         return
     with whole():

@@ -1,9 +1,9 @@
-"""One step of a prepared script: `backward`, `clip_grad_norm_`, and the optimizer's `step` and `zero_grad`.
+"""The methods of one step of a prepared script: `backward`, `clip_grad_norm_`, the optimizer's `step` and `zero_grad`.
 
-prepared.backward(loss, weight)     this rank's gradients; with the plan's last micro-batch, those of all ranks
+prepared.backward(loss, weight)     this rank's gradients; the plan's last micro-batch of a step sums them over ranks
 prepared.clip_grad_norm_(1.0)       by the norm over all ranks
 optimizer.step()                    over this rank's pieces; weights are published
-optimizer.zero_grad()               the step is over
+optimizer.zero_grad()               ends the step
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from shardwise.step.train_step import complete, update
 
 
 class Stepping(OverRanks):
-    """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
+    """The methods of `Prepared` that make up a step; those that the script's loop calls are collective."""
 
     plan: Plan
-    all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
+    all_names: list[list[str]]  # by group of the optimizer, frozen parameters among them
     _notices: Notices
     _first: FirstSteps
-    _asking: Asking  # context of a backward of its own
-    side: RankSide | None  # of a proof, which records
-    _shares: bool  # tp or ep cut weights
+    _asking: Asking  # context of this model's own backward
+    side: RankSide | None  # records for a proof; None outside of one
+    _shares: bool  # Whether tp or ep cut weights
 
     @property
     @abstractmethod
@@ -64,18 +64,18 @@ class Stepping(OverRanks):
         return self.calls.refused
 
     def _begin(self) -> None:
-        """Start a step: sums of losses, weights and counts are zero."""
-        self._tally: Tally | None = None  # of the step under way
-        self._earlier: Earlier | None = None  # whole gradients of its backwards before
-        self._micro = 0  # calls of backward in it
-        self._finished = False  # its gradients are whole
-        self._forgotten = False  # those of the step before are
-        self._stepped = False  # and were used, without zero_grad since
+        """Sets the state of stepping to that before the first step."""
+        self._tally: Tally | None = None  # sums of the current step; None before its first backward
+        self._earlier: Earlier | None = None  # gradients of its backwards before the last `accumulate`
+        self._micro = 0  # its calls of backward
+        self._finished = False  # Whether its gradients are summed over ranks
+        self._forgotten = False  # Whether the step before was forgotten already
+        self._stepped = False  # Whether the optimizer used its gradients, without zero_grad since
         self._form: str | None = None
-        self._result: StepResult | None = None  # of the gradients that are whole
-        self._usable = True  # they are finite
+        self._result: StepResult | None = None  # of the gradients last summed
+        self._usable = True  # Whether these are finite
         self._profile: ScriptProfile | None = None
-        self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
+        self.loss = torch.tensor(float("nan"))  # of the last complete step, over all ranks
 
     # --- what a script calls
 
@@ -85,21 +85,21 @@ class Stepping(OverRanks):
         mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PartLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Stands for `loss.backward()`. Collective.
+        """Stands for `loss.backward()`; returns this micro-batch's loss over all ranks, a float64 CPU scalar.
 
         loss       this rank's loss, of its samples: a mean over them, unless one of the next three says otherwise
         weight     the loss is a sum, and this is what it is to be divided by, of this rank's samples (how many, how
                    many tokens): one process divides by the sum of all weights of the step, other micro-batches' too
         mean_over  what this rank's mean is over (tokens, labels that count): the loss becomes the mean over all ranks,
                    of this micro-batch alone; whatever else it was divided by stays
-        summed     the loss is a sum that nothing divides
+        summed     Whether the loss is a sum that nothing divides
         also       what `prepare` returned for other models that this loss trains too, each with its own optimizer
-        retain_graph    as `loss.backward` has it: another backward goes through the same graph
-        loader     what `prepared.split` returned, of whose batch the loss is; None: of the main one's
+        retain_graph    as in `loss.backward`: another backward goes through the same graph
+        loader     what `prepared.split` returned, if the loss is of its batch; None: of the main loader's
 
-        With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
-        over all ranks, a float64 scalar on the CPU. What a loss is said to be is believed here; `shardwise verify`
-        proves it. Raises `InputError` for what is no loss or no weight of one, `RunError` where ranks are apart.
+        Collective. With the plan's last micro-batch, gradients are summed over ranks and divided. What a loss is said
+        to be is believed here; `shardwise verify` proves it. Raises `InputError` for no loss or weight, `RunError` if
+        ranks differ.
         """
         if self.side is not None:  # a proof ends the script here once it has seen enough
             self.side.recorder.may_go_on()
@@ -145,9 +145,9 @@ class Stepping(OverRanks):
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:
-        """Returns the samples of the current batch that count on this rank; None where that is not known.
+        """Returns the samples of the loss's batch that count on this rank; None if unknown.
 
-        Of `loader`, which must have handed one out (`InputError`); None: the batch that the loss came from.
+        loader  whose current batch it is, which it must have handed out (`InputError`); None: the main loader's
         """
         if loader is None:
             dealt = self.calls.of_loss
@@ -157,7 +157,7 @@ class Stepping(OverRanks):
         return loader.part
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
-        """Returns [this model, *also], which one loss trains; `InputError` where their plans do not fit."""
+        """Returns [this model, *also], which one loss trains; `InputError` if their plans do not fit."""
         for other in also:
             if not isinstance(other, Stepping) or other is self:
                 raise InputError("prepared.backward: also= takes what prepare returned for other models of the loss")
@@ -169,7 +169,7 @@ class Stepping(OverRanks):
         return [self, *also]
 
     def _ready(self) -> None:
-        """Raise `InputError` unless gradients may come to this model now; opens its step."""
+        """Opens this model's step for a backward; `InputError` if the loss's samples cannot be known."""
         engine = self.engine
         if self.calls.part is None and engine.data_ranks > 1:
             raise InputError(
@@ -181,7 +181,10 @@ class Stepping(OverRanks):
         self._open_step()
 
     def _count(self, loss: Loss, stands_in: bool, part: Share | None) -> None:
-        """Add a micro-batch's loss to the step's sums after its backward; the last one completes gradients."""
+        """Adds a micro-batch's loss to the step's sums; the last one completes gradients.
+
+        `stands_in`: it counts nothing.
+        """
         tally = self._tally
         assert tally is not None
         with self._gate.open():
@@ -198,9 +201,9 @@ class Stepping(OverRanks):
 
     @for_good
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: returns the norm over all ranks.
+        """Clips gradients to `max_norm`; returns their norm over all ranks before that, a float64 scalar. Collective.
 
-        A float64 scalar, of before clipping. Collective. Raises `InputError` where no backward has come yet.
+        Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. Raises `InputError` before any backward.
         """
         self._passes("prepared.clip_grad_norm_(...)")
         self._flush()
@@ -219,7 +222,7 @@ class Stepping(OverRanks):
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
     def are_whole(self) -> bool | None:
-        """Returns whether this step's gradients are summed over ranks by now; None where no backward has come yet."""
+        """Returns whether this step's gradients are summed over ranks by now; None before its first backward."""
         return None if self._tally is None else self._finished
 
     @property
@@ -230,7 +233,7 @@ class Stepping(OverRanks):
     # --- a step
 
     def _open_step(self) -> None:
-        """Begin a step, or go on with one; a finished one whose gradients are still there is set aside and added to."""
+        """Begins a step, or continues one; gradients that a finished step has left are set aside to be added."""
         self._refuse_stray("prepared.backward")
         # a finished step whose gradients the script cleared begins anew
         if self._finished and self._cleared():
@@ -246,12 +249,11 @@ class Stepping(OverRanks):
             self._forgotten = False
             counts = self.mesh.counts and not (self.calls.counted_once and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
-            # parameters that earlier backwards of this step reached have a gradient in it
             if self._earlier is not None:
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
 
     def _set_aside(self) -> None:
-        """Set this step's gradients aside: a backward without `zero_grad()` adds to them. Collective."""
+        """Sets this step's gradients aside, since a backward without `zero_grad()` adds to them. Collective."""
         if self._form == "weight" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
@@ -260,14 +262,14 @@ class Stepping(OverRanks):
         self._forget()
 
     def _cleared(self) -> bool:
-        """Whether the script has taken all gradients away by hand (`p.grad = None`, `p.grad.zero_()`). Collective."""
+        """Whether the script has cleared all gradients by hand (`p.grad = None`, `p.grad.zero_()`). Collective."""
         with self._gate.open():
             self._whole_gradients.put_back()
             mine = not any(bool(_local(gradient).any()) for gradient in held_gradients(self.engine.state))
         return bool(gather_rows(row_of([float(mine)], self.mesh.device), self.mesh.world).all())
 
     def _refuse_stray(self, call: str) -> None:
-        """Raise `InputError` for `call` within `whole()`, or beside gradients of a backward that was not the plan's."""
+        """Raises `InputError` for `call` within `whole()`, or beside gradients of a backward that is not the plan's."""
         if self.whole_is_open:
             raise InputError(f"{call} within prepared.whole(): call it after the end of the with block")
         if self.calls.stray:
@@ -280,7 +282,7 @@ class Stepping(OverRanks):
             )
 
     def _flush(self) -> None:
-        """Reduce gradients held back for a last micro-batch, in a step with fewer of them than the plan has."""
+        """Reduces gradients that wait for the plan's last micro-batch, for a step with fewer micro-batches."""
         if self._tally is None or self._finished:
             return
         for buckets in buckets_of(self.engine):
@@ -291,7 +293,7 @@ class Stepping(OverRanks):
         self._finish()
 
     def _finish(self) -> None:
-        """Sum gradients over ranks and divide them; raise where ranks do not agree on what they must."""
+        """Sums gradients over ranks and divides them; raises `RunError` if ranks differ in what `note` records."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if engine.world_size > 1:
@@ -317,9 +319,9 @@ class Stepping(OverRanks):
 
     @for_good
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
-        """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective.
+        """Runs `inner`, the optimizer's own step, over this rank's pieces and returns its result. Collective.
 
-        A `closure` is refused where tp, ep, offload or an optimizer's needs leave no whole step to it.
+        A `closure` is refused if tp, ep, offload or an optimizer's needs leave no whole step to it.
         """
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
@@ -396,13 +398,13 @@ class Stepping(OverRanks):
         return result
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
-        """Returns what the optimizer's own step returns; None where a gradient is not finite, and no step is taken."""
+        """Returns what the optimizer's own step returns; None, without a step, if a gradient is not finite."""
         if self._tally is not None and not self._usable:
             return None
         return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """Returns a closure's loss over all ranks, so that a line search sees the same number on each. Collective."""
+        """Runs a closure; returns its loss over all ranks, the same on each, for a line search. Collective."""
         self.engine.technique.publish()
         with torch.enable_grad():
             closure()
@@ -411,9 +413,9 @@ class Stepping(OverRanks):
 
     @names_line
     def _discard(self, of_optimizer: list[list[str]] | None = None) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: of these weights, by its groups.
+        """Drops all gradients and sums of this step (`zero_grad`), or those of one optimizer's weights.
 
-        Weights that another optimizer trains keep their gradients until it takes them away.
+        of_optimizer  the names of these weights, by the optimizer's groups; None: all. The other weights keep theirs
         """
         # one of several optimizers of the model: only its weights' gradients go, unless stray ones came, which all go
         one_of_several = of_optimizer is not None and self._engine is not None
@@ -436,7 +438,7 @@ class Stepping(OverRanks):
             self._whole_weights.forget_gradients()
 
     def _forget(self) -> None:
-        """Begin a new step, without gradients, sums or a result."""
+        """Begins a new step, without gradients, sums or a result."""
         with self._gate.open():
             self.engine.technique.start_step()
             self._whole_gradients.forget()
@@ -449,5 +451,5 @@ _SKIP = "look for numbers of the batch that are not finite, or leave such a step
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Returns a DTensor's elements on this rank; any other tensor as it is."""
+    """Returns a DTensor's elements on this rank; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,10 +1,10 @@
-"""Whole weights of a prepared model for what everyone does with them: states, copies, averages, files.
+"""Gives a script whole weights of a prepared model where it asks for them: states, copies, averages, files.
 
-    model.state_dict()        whole tensors under the plain module's names, where the model lies (those larger than an
-                              eighth of its device's memory, together, on the CPU); a submodule's likewise
+    model.state_dict()        whole tensors under the plain module's names, on the model's device (on the CPU if all of
+                              them exceed an eighth of the device's memory); a submodule's likewise
     model.load_state_dict()   whole tensors, of which each rank takes its pieces
-    copy.deepcopy(model)      a plain module with whole weights of now, as no plan has changed it; on every rank where
-                              ranks hold pieces; within the model's own forward or a backward it is refused then
+    copy.deepcopy(model)      a plain module with the present whole weights, as no plan has changed it. If ranks hold
+                              pieces every rank must call it, and within a forward or a backward it is refused
     torch.save(model)         refused: the model belongs to this run
 
 What this does not do: let one rank alone read what others hold pieces of (`agreement` names the line).
@@ -56,15 +56,15 @@ class WeightAccess(ABC):
     calls: Calls
     _optimizer_guard: OptimizerGuard
     _first: FirstSteps
-    _settles: bool  # another parameter in a weight's place would not be seen
+    _settles: bool  # Whether `settle` must look for parameters that were replaced
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
-    meeting: Meeting | None  # where there are other ranks
-    _pieces: bool  # ranks hold pieces of weights or state
+    meeting: Meeting | None  # None for one rank
+    _pieces: bool  # Whether ranks hold pieces of weights or state
     _whole_weights: Any  # `WholeWeights`, where ranks hold pieces of weights, gradients or state; else None
-    weights_version = 0  # counts their changes: steps, what the script writes, loads
-    _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
+    weights_version = 0  # counts changes of weights: steps, the script's writes, loads
+    _copied_from: Engine | None  # see `in_pieces`
 
     @property
     @abstractmethod
@@ -73,12 +73,12 @@ class WeightAccess(ABC):
 
     @property
     def held_in_pieces(self) -> Engine | None:
-        """Returns the engine where ranks hold pieces of weights or state; else None."""
+        """Returns the engine if ranks hold pieces of weights or optimizer state; else None."""
         return self._engine if self._pieces else None
 
     @property
     def in_pieces(self) -> Engine | None:
-        """Returns the engine where the model's own tensors are not whole weights in full precision; else None."""
+        """Returns the engine if the model's own tensors are not whole weights in full precision; else None."""
         return self._copied_from
 
     @property
@@ -88,12 +88,13 @@ class WeightAccess(ABC):
 
     @contextmanager
     def whole(self, *, grads: bool = False, state: bool = False) -> Iterator[None]:
-        """Context: model.parameters() are whole weights in full precision on every rank, and optimizer.param_groups
-        list them; at its end each rank takes its pieces of what was changed, alike on all. Collective.
+        """Context in which model.parameters() are whole on every rank and optimizer.param_groups list them. Collective.
 
-        grads   p.grad are whole gradients
-        state   optimizer.state[p] is whole state; else it is not asked for
-        Raises `InputError` within another one or a forward, and where ranks have changed it otherwise.
+        In full precision. At its end each rank takes its pieces of what was changed, which must be the same on all
+        ranks.
+        grads   Whether p.grad are whole gradients too; else reading p.grad raises
+        state   Whether optimizer.state[p] is whole state too; else it must not be read
+        Raises `InputError` within another one or a forward, and if ranks have made different changes.
         """
         if self._whole_weights is None or self._engine is None:
             yield  # every rank has all of it
@@ -102,7 +103,7 @@ class WeightAccess(ABC):
             yield
 
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
-        """Returns {name: whole tensor on the CPU} of weights and buffers, on every rank. `what`: this call."""
+        """Returns {name: whole tensor on the CPU} of weights and buffers; `what` names the call. Collective."""
         # within `whole()` every rank holds all weights: nothing is sent, so nobody is waited for
         if not self.whole_is_open:
             self.meet(what)
@@ -115,7 +116,7 @@ class WeightAccess(ABC):
             return self.engine.state_dict()
 
     def meet(self, what: str, *, always: bool = False) -> None:
-        """Wait until every rank makes this call (`always`: on replicas too); raises `RunError` where some do not."""
+        """Waits until every rank makes the call `what` (`always`: on replicas too); `RunError` if one does not."""
         if self.meeting is not None and (always or self.held_in_pieces is not None):
             self.meeting.enter(what)
 
@@ -126,7 +127,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context: the engine may read weights; the script's writes are taken first. `InputError` within `whole()`."""
+        """Context in which the engine may read weights, the script's writes taken; `InputError` within `whole()`."""
         if self.whole_is_open:  # what ranks hold is what it was before
             raise InputError("weights or state are saved within prepared.whole(): save after the end of the with block")
         self.settle()
@@ -135,24 +136,24 @@ class WeightAccess(ABC):
             yield
 
     def meet_with(self, what: str, given: Any) -> None:
-        """Wait until all ranks make the call `what`; `RunError` if one does not, `InputError` where `given` differs."""
+        """Waits until all ranks make the call `what`; `RunError` if one does not, `InputError` if `given` differs."""
         if self.meeting is not None:
             self.meeting.enter(what)
             with self._gate.open(), self._state_gate.open():
                 same_given(what, given, self.mesh.world, self.mesh.device)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Load whole weights and buffers; returns missing and unexpected keys. Collective.
+        """Loads whole weights and buffers; returns torch's (missing_keys, unexpected_keys). Collective.
 
-        Raises `InputError` where ranks give other values.
+        Raises `InputError` if ranks give different values.
         """
         return self._load("", state, strict)
 
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
-        """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective.
+        """Loads `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective.
 
-        With `strict` these raise: `InputError`, or torch's own where weights are whole.
+        With `strict` such keys raise `InputError`, or torch's own error if weights are whole.
         """
         if not self.whole_is_open:
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
@@ -175,9 +176,9 @@ class WeightAccess(ABC):
 
     @names_line
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yields whole values in the order of `model.parameters()`, for an average or a look; changes have no effect.
+        """Yields whole weights in the order of `model.parameters()`, one at a time; changes have no effect.
 
-        Collective: every rank goes through all of them. One is whole at a time.
+        Collective: every rank must go through all of them.
         """
         if self.whole_is_open:
             return (param.detach() for param in self.model.parameters())
@@ -185,7 +186,7 @@ class WeightAccess(ABC):
         return self._whole_values()
 
     def _whole_values(self) -> Iterator[torch.Tensor]:
-        """Yields whole values in the order of the model's parameters, one at a time. Collective."""
+        """Yields whole weights in the order of the model's parameters, one at a time. Collective."""
         self.settle()
         self._take_written()
         for name, param in list(self.model.named_parameters()):
@@ -199,13 +200,13 @@ class WeightAccess(ABC):
 
     @names_line
     def save_weights(self, path: str | Path) -> None:
-        """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
+        """Writes whole weights and buffers as one safetensors file, on rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
             weights_out.save_weights(self.engine.state, path)
 
     def _restored(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
+        """Loads a checkpoint's weights and state; returns what the script saved beside them. Collective."""
         with self._gate.open(), self._state_gate.open(), generators_kept():
             restored = restore(self.engine, folder)
         self.engine.notices.extend(restored.notices)
@@ -214,7 +215,7 @@ class WeightAccess(ABC):
     # --- what the script does to the optimizer's pieces
 
     def _watch_pieces(self) -> None:
-        """Begin to watch for the script's writes into pieces, as its own code runs again on published weights."""
+        """Begins to guard the optimizer's pieces, since the script's own code runs again."""
         engine = self._engine
         if engine is None:
             return
@@ -225,7 +226,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Context: the optimizer's groups hold its own pieces, without a guard."""
+        """Context in which the optimizer's groups and state may be read as pieces, without a guard."""
         if self._engine is not None:
             self._optimizer_guard.leave()
         with self._gate.open():
@@ -233,18 +234,18 @@ class WeightAccess(ABC):
         self._watch_pieces()
 
     def may_have_written(self) -> None:
-        """Note that the script's own code may have written into sharded weights."""
+        """Notes that the script's own code may have written into sharded weights."""
         self.weights_version += 1
         if isinstance(self.engine.technique, FullShard):
             self.engine.technique.written = True
 
     def _take_written(self) -> None:
-        """Copy what the script wrote into the model's weights into the optimizer's own tensors (masters)."""
+        """Copies what the script wrote into the model's weights to the optimizer's masters."""
         # masters are the model's own parameters: there is nothing to copy
         if self._engine is None or self._whole_weights is None:
             return
         technique, owners = self._engine.technique, self._engine.state.owners
-        # only zero=3 is told of writes (`may_have_written`); others look each time
+        # only zero=3 keeps a flag of writes (`may_have_written`); others compare each time
         told = not isinstance(technique, FullShard) or technique.written
         # under FSDP2 masters follow a gather, in which every rank takes part
         if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
@@ -258,26 +259,26 @@ class WeightAccess(ABC):
                 technique.written = False
 
     def settle_state(self) -> None:
-        """Move loaded optimizer state into its tier (host memory, a file), where the plan has one."""
+        """Moves loaded optimizer state into its tier (host memory, a file), if the plan has one."""
         if self._engine is not None and self._engine.state.tier is not None:
             self._engine.state.tier.settle_all()
 
     def settle(self) -> None:
-        """Raise `InputError` where the script has put another parameter in the place of one that the plan trains."""
-        if self._settles and not self.whole_is_open:  # whose stand-ins are in the places for a while
+        """Raises `InputError` if the script has replaced a parameter that the plan trains."""
+        if self._settles and not self.whole_is_open:  # within `whole()` stand-ins are there
             self._first.places.check()
 
     def compare(self) -> None:
-        """Raise `RunError` where weights, `RefusedPlan` where buffers differ that ranks must hold alike. Collective."""
+        """Raises `RunError` if weights, `RefusedPlan` if buffers differ that ranks must hold alike. Collective."""
         self.settle()  # else a rank's own pieces are ahead of the others'
         with self._gate.open():
             self._first.again()
 
 
 def hold(prepared: WeightAccess, *, whole: bool) -> None:
-    """Give the model and its submodules `load_state_dict` and, unless this rank holds all of it, `state_dict`.
+    """Gives the model and its submodules this run's `load_state_dict`, and unless `whole` its `state_dict`.
 
-    whole   the model's own tensors are whole and in full precision: its own `state_dict` is right
+    whole   Whether the model's own tensors are whole and in full precision, so that its own `state_dict` is right
     """
     paths = dict(prepared.model.named_modules(remove_duplicate=False))
     for path, module in paths.items():
@@ -287,7 +288,7 @@ def hold(prepared: WeightAccess, *, whole: bool) -> None:
 
 
 def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
-    """Returns the `load_state_dict` to put on a module; a deep copy of it, which gets this too, loads by its own."""
+    """Returns the `load_state_dict` for the submodule `known` at `path`; a deep copy of it loads by its own."""
 
     def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
         if module is not known:
@@ -300,7 +301,7 @@ def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 
 def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
-    """Returns the `state_dict` to put on a module, which returns whole tensors. Collective."""
+    """Returns the `state_dict` for the submodule `known` at `path`: of whole tensors, collective."""
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
@@ -330,7 +331,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 
 def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the tensors by name on the device; on the host where they exceed an eighth of its memory."""
+    """Returns the tensors on the device; on the CPU, where they are, if they exceed an eighth of its memory."""
     # an unknown size of the device's memory is no reason to stay away from it
     room = None if on_host(device) else memory_bytes(device)
     if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
@@ -347,7 +348,10 @@ _OF_FSDP = "__composable_api"
 
 
 class Copies:
-    """Makes `copy.deepcopy` of a model's modules give plain modules with whole weights. Made before these change."""
+    """Makes `copy.deepcopy` of a model's modules give plain modules with whole weights.
+
+    Made before the plan changes these modules.
+    """
 
     def __init__(self, model: nn.Module, prepared: Any) -> None:
         self._model, self._prepared = weakref.ref(model), weakref.ref(prepared)
@@ -360,9 +364,9 @@ class Copies:
 
     @names_line
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """Returns a plain copy of one module, of its weights as they are now.
+        """Returns a plain copy of one module with its present whole weights; `memo` as in `copy.deepcopy`.
 
-        Where ranks hold pieces it is collective, and raises `RefusedPlan` within a forward or a backward.
+        If ranks hold pieces it is collective, and raises `RefusedPlan` within a forward or a backward.
         """
         # the first of a model's copies gathers its weights, and all of its modules share them
         if id(self) not in memo:
@@ -389,7 +393,7 @@ class Copies:
         return made
 
     def _whole(self, module: nn.Module) -> dict[int, Any]:
-        """Returns {id of a parameter, or of a cut buffer: its whole tensor, for a copy}; `RefusedPlan` in a forward."""
+        """Returns {id of a parameter, or of a cut buffer: its whole tensor for a copy}; `RefusedPlan` in a forward."""
         prepared, model = self._prepared(), self._model()
         engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
         weights: dict[str, torch.Tensor] = {}
@@ -424,6 +428,7 @@ def _copier(copies: Copies) -> Any:
 
 @names_line
 def _refuse(module: nn.Module, protocol: Any) -> Any:
+    """Raises `RefusedPlan`, as the `__reduce_ex__` of a prepared module."""
     raise RefusedPlan(
         f"pickling the model itself, or a module of it ({type(module).__name__}): prepared, it belongs to this run and "
         "its ranks: save model.state_dict() (of every rank, written by one) and load it into a new model"
@@ -431,7 +436,7 @@ def _refuse(module: nn.Module, protocol: Any) -> Any:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether an attribute or a hook of a module was put there by a plan."""
+    """Whether an attribute or a hook of a module was put there by a plan, or by torch.distributed."""
     value = value.func if isinstance(value, partial) else value
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", None)

@@ -1,17 +1,17 @@
 """`loss_scope="global"`: the script sees whole batches, and only its model's forward is spread over samples.
 
-    script                  all samples of a batch, on every rank of the data axis; its draws are one process's
+    script                  all samples of a batch, on every rank of the data axis; its random numbers are one process's
     model(x)   in training  this rank's samples of x  ->  outputs of all ranks' samples, gathered
     loss                    of the whole batch, the same number on every rank; it counts once
     backward                of the gather keeps the rows of this rank's samples: their gradient is complete;
-                            what it asks of x, where x requires a gradient, is gathered again
+                            the gradient of x, if x requires one, is gathered again
 
 So a loss need not add up over samples: dice of a batch, a contrastive pair, samples mixed with each other. Each rank
-reads whole batches and computes the whole loss; what is gathered is told in bytes.
+reads whole batches and computes the whole loss; gathered bytes are counted under the tag "loss inputs".
 
 `loss_scope="model"`: the model mixes samples too (a queue or a code book in its forward, one whole graph). Then every
-rank runs it on all samples: nothing is cut or gathered, ranks draw alike, and each rank's gradients are whole, of which
-the mean is taken. The plan spreads weights, gradients and the optimizer's state, and no work.
+rank runs it on all samples: nothing is cut or gathered, ranks draw the same random numbers, and each rank's gradients
+are whole and averaged. The plan spreads weights, gradients and the optimizer's state, and no work.
 
 What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
 own); see whether an argument without a dim of samples has rows of some of them all the same: `shardwise verify` does.
@@ -44,7 +44,10 @@ _TAG = "loss inputs"
 
 
 class _OfAllSamples(torch.autograd.Function):
-    """Returns the tensor itself; backward gathers along `dim` the gradients of each rank's samples."""
+    """Autograd function: returns `tensor` itself; backward gathers along `dim` the gradients of each rank's samples.
+
+    counts  samples of each rank of the axis `data`
+    """
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, dim: int, counts: tuple[int, ...], data: Axis) -> torch.Tensor:
@@ -60,7 +63,10 @@ class _OfAllSamples(torch.autograd.Function):
 
 @contextmanager
 def _told(whole: WholeBatch | None, inputs: Any) -> Iterator[None]:
-    """Context of a backward: where it fails with an output of the model among `inputs`, raises `RefusedPlan` for it."""
+    """Context of a backward; turns its failure into `RefusedPlan` if an output of the model is among `inputs`.
+
+    inputs  what gradients are taken of, or None
+    """
     try:
         yield
     except RuntimeError:
@@ -88,8 +94,9 @@ GIVEN_WHOLE = (
 class WholeBatch:
     """Wraps a model's training forwards: each rank computes its own samples, and outputs are gathered.
 
-    dims    of each output, where its samples lie, None where it has none; learnt by the look, else by size
-    rows    the samples of the call under way
+    dims    for each output leaf the `Rows` of its samples, None without; learnt by the model's check, else by size
+    rows    the samples of the current call that count on this rank
+    local   those that this rank runs: `rows`, or a stand-in
     spreads False: every rank runs the model on all samples, and has whole gradients
     """
 
@@ -106,9 +113,11 @@ class WholeBatch:
             finalize(self, watch_backwards(lambda roots, graph, inputs: _told(here(), inputs))).atexit = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) cut to this rank's samples, perhaps another number than the batch's (two views).
+        """Returns (args, kwargs) cut to this rank's samples, whose number may differ from the batch's (two views).
 
-        Raises `InputError` where no argument has a dim of the batch's `samples`.
+        samples  of the batch
+        dim      of the batch's tensors that counts them
+        Raises `InputError` if no argument has a dim of that size.
         """
         call = (args, kwargs)
         try:
@@ -135,7 +144,10 @@ class WholeBatch:
         return places.cut(call, mine.local.start, mine.local.start + mine.local.count)
 
     def _from_whole_batch(self, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """Returns an argument whose gradient is gathered for all samples, as a script may read it (an attack)."""
+        """Returns an argument whose gradient is gathered for all samples, as a script may read it (an attack).
+
+        dim  that counts its samples; None: it is returned unchanged
+        """
         if dim is None or not leaf.requires_grad or isinstance(leaf, Distributed):
             return leaf
         return _OfAllSamples.apply(leaf, dim, self._counts, self._data)
@@ -156,7 +168,10 @@ class WholeBatch:
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
-        """Returns one output leaf for all samples; without (`rows` None) itself, gradient summed; or `RefusedPlan`."""
+        """Returns one output leaf for all samples; one without samples (`rows` None) unchanged, its gradient summed.
+
+        Raises `RefusedPlan` for an object that may hold tensors.
+        """
         # a plain value is the same on every rank; another object may hold tensors, which would not be gathered
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):

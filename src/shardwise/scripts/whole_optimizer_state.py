@@ -3,8 +3,8 @@
     optimizer.state_dict()        pieces of all ranks, put together: whole tensors, on the CPU of every rank
     optimizer.load_state_dict()   whole tensors, from any plan or one process; each rank takes its pieces
 
-Parameters have the numbers of the script's own groups. Where every rank holds whole tensors (replicas), and before the
-model is spread, the optimizer's own methods do.
+Parameters have the numbers of the script's own groups. If every rank holds whole tensors (replicas), and before the
+model is spread, the optimizer's own methods run.
 
 What this does not do: cut a tensor of the state that is neither like its parameter nor one number; it is refused.
 """
@@ -27,11 +27,11 @@ from shardwise.scripts.script_lines import names_line
 from shardwise.step.optimizer_modes import has_mode, switch
 from shardwise.step.state import RankState
 
-States = dict[str, dict[str, Any]]  # parameter -> its state, whole
+States = dict[str, dict[str, Any]]  # parameter's name -> its whole optimizer state
 
 
 def open_doors(prepared: Any) -> None:
-    """Replace methods of the script's optimizer, and the model's `zero_grad`, to act as in one process or raise."""
+    """Replaces methods of the script's optimizer, and the model's `zero_grad`, by those of a plan."""
     for optimizer in members_of(prepared.optimizer):
         _open_doors_of(optimizer, prepared)
     vars(prepared.model)["zero_grad"] = types.MethodType(
@@ -40,17 +40,18 @@ def open_doors(prepared: Any) -> None:
 
 
 def _open_doors_of(optimizer: Optimizer, prepared: Any) -> None:
+    """Replaces the methods of one optimizer: step, zero_grad, add_param_group, state_dict, load_state_dict, modes."""
     kind, inner = type(optimizer), optimizer.step
 
     def own_names() -> list[list[str]]:
-        """Returns the names of the parameters in this optimizer's groups."""
+        """Returns the names of the parameters in this optimizer's groups, by group."""
         groups = zip(prepared.optimizer.param_groups, prepared.all_names, strict=True)
         return [names for group, names in groups if any(group is own for own in optimizer.param_groups)]
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return prepared._step(inner, closure, self)
 
-    if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+    if hasattr(inner, "_wrapped_by_lr_sched"):  # a scheduler warns if its mark is gone
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -92,7 +93,7 @@ def _open_doors_of(optimizer: Optimizer, prepared: Any) -> None:
 
 
 def _switching(prepared: Any, optimizer: Optimizer, change: Callable[[Optimizer], Any]) -> Callable[[], Any]:
-    """Returns a function that switches the optimizer's mode by `change`, on this rank's pieces as a step is taken."""
+    """Returns a function that switches the optimizer's mode by `change`, on this rank's pieces, and publishes."""
 
     @names_line
     def switched() -> Any:
@@ -110,17 +111,18 @@ def _switching(prepared: Any, optimizer: Optimizer, change: Callable[[Optimizer]
 
 
 def _refuse_in_whole(prepared: Any, what: str) -> None:
+    """Raises `InputError` for the call `what` within `prepared.whole()`."""
     if prepared.whole_is_open:
         raise InputError(f"{what} within prepared.whole(): call it before, or after the end of the with block")
 
 
 def holds_pieces(plan: Plan) -> bool:
-    """Whether a rank's optimizer holds less than the whole parameters."""
+    """Whether a rank's optimizer holds less than whole parameters under this plan."""
     return plan.tp > 1 or plan.ep > 1 or plan.sharded.state
 
 
 def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:
-    """Returns {name: the parameter's optimizer state} from before `prepare`, for whole parameters."""
+    """Returns {name: state} of an optimizer over whole parameters; `names`: those of each group."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     of_groups = [name for group in names for name in group]
     return {
@@ -148,7 +150,10 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
 
 
 def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
-    """Returns (state by parameter's name, groups' options, state of no parameter); `InputError` for unlike groups."""
+    """Returns (state by parameter's name, each group's settings, state of no parameter); `InputError` for other groups.
+
+    whole  a `state_dict` of one process;  names  of this optimizer's parameters, by group
+    """
     groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
     # torch's own check, whose message would be of pieces
@@ -169,16 +174,16 @@ def put(
     state: RankState, optimizer: Optimizer, states: States, options: list[dict[str, Any]] | None = None,
     rest: Mapping[Any, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Put whole state, given by parameter, into an optimizer that holds this rank's pieces. Nothing is sent.
+    """Puts whole state, given by parameter's name, into an optimizer that holds this rank's pieces. Nothing is sent.
 
-    options     of each group; None: as they are
-    rest        state of no parameter
+    options     settings of each group; None: as they are
+    rest        state that belongs to no parameter, by its key
     Raises `RefusedPlan` for a tensor that is neither like its parameter nor one number.
     """
     members = members_of(optimizer)
     if len(members) > 1:
         rest = rest or {}
-        for one in members:  # of what belongs to no parameter, each goes on with what it has had
+        for one in members:  # state of no parameter goes to the member that had it
             put(state, one, states, options, {key: value for key, value in rest.items() if key in one.state})
         return
     names = {id(slot.master): (slot.name, slot.whole) for slot in state.technique.slots}
@@ -209,14 +214,17 @@ def put(
 def _piece_of(
     state: RankState, name: str, master: torch.Tensor, param_state: dict[str, Any], whole: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns one parameter's state by key, tensors cut to this rank's piece; `whole`: data ranks do not cut it."""
+    """Returns one parameter's state {key: value}, tensors cut to this rank's piece `master`.
+
+    whole  Whether `master` is the whole parameter, or tp's or ep's whole share, which data ranks do not cut
+    """
     index = state.names.index(name)
     shape = state.shapes()[name]
     for spread in (state.experts, state.tensor):
         shape = shape if spread is None else spread.full_shape(name, shape)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of a tensor like the parameter; a copy of one number or an owner's, else raises."""
+        """Returns this rank's piece of a tensor shaped as the parameter; a copy of one number, or for an owner."""
         # like the parameter: cut as it is
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)

@@ -10,7 +10,7 @@
 
 Outside of it, what is computed of a weight beside the forward (a penalty, a norm, `average.lerp_(p, 0.1)`, a method
 that reads one, `p.data.norm()`) is of the whole weight, gathered for it; a write, into a view too (`read_views`),
-raises with this line as the remedy.
+raises and names this context as the remedy.
 
 What this does not do: run the model's forward inside, or find out which tensors the script has no use for.
 """
@@ -46,6 +46,7 @@ from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.whole_optimizer_state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
 
+# functions, and below attributes, that are answered for the whole weight without a gather
 _ABOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous", "is_complex",
     "is_floating_point", "element_size",
@@ -61,7 +62,10 @@ _GRAD = torch.Tensor.grad
 
 
 class WholeWeight(nn.Parameter):
-    """Stands for one parameter in its modules while `prepared.whole()` is open; the same object each time."""
+    """Stands for one parameter in its modules while `prepared.whole()` is open; the same object each time it opens.
+
+    gradient_is_known  Whether gradients were asked for (`grads=True`)
+    """
 
     gradient_is_known = False
 
@@ -83,7 +87,7 @@ class WholeWeight(nn.Parameter):
         _GRAD.__delete__(self)
 
     def _ask_for_gradient(self) -> None:
-        """Raise `InputError` where gradients were not asked for: None would pass for a parameter without one."""
+        """Raises `InputError` if gradients were not asked for, since None would look like a parameter without one."""
         if not self.gradient_is_known:
             refuse(
                 InputError("p.grad within prepared.whole(): gradients are gathered by prepared.whole(grads=True) alone")
@@ -92,11 +96,17 @@ class WholeWeight(nn.Parameter):
 
 @names_line
 def _differentiated(gradient: torch.Tensor) -> None:
+    """Hook of a stand-in's gradient: raises `InputError`, since a gradient would not reach ranks' pieces."""
     raise InputError(_DIFFERENTIATED)
 
 
 class WholeWeights:
-    """The whole weights of one prepared model, for the script's own code."""
+    """The whole weights of one prepared model, for the script's own code.
+
+    is_open  Whether `prepared.whole()` is open
+    names    id of a parameter -> its name
+    asked    (grads, state) of the context that was opened last
+    """
 
     def __init__(self, prepared: Stepping, engine: Engine) -> None:
         self._prepared, self._state = weakref.ref(prepared), engine.state
@@ -104,12 +114,12 @@ class WholeWeights:
         held = dict(engine.module.named_parameters())
         self.names = {id(param): name for name, param in held.items()}
         self._params = held
-        self._standing: dict[str, WholeWeight] = {}
-        self._seen: dict[str, torch.Tensor] = {}  # by name, what the script finds in its modules
-        self._gradients: dict[str, torch.Tensor | None] = {}  # whole ones, as they were handed out
-        self.asked = (False, False)  # for gradients, for the optimizer's state
-        self._places: Any = []  # (parameters of a module, name, the piece that stands there)
-        self._groups: list[list[Any]] = []  # the optimizer's pieces
+        self._standing: dict[str, WholeWeight] = {}  # name -> its stand-in, if its module has no whole weight
+        self._seen: dict[str, torch.Tensor] = {}  # name -> what the script finds in its modules
+        self._gradients: dict[str, torch.Tensor | None] = {}  # name -> whole gradient handed out
+        self.asked = (False, False)
+        self._places: Any = []  # (parameters of a module, attribute, the piece there)
+        self._groups: list[list[Any]] = []  # by group, the optimizer's pieces
         self._technique_of = {
             id(param): (technique, index)
             for technique in techniques_of(engine)
@@ -125,7 +135,7 @@ class WholeWeights:
         return script
 
     def meta(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor on the meta device of the whole weight's shape and dtype."""
+        """Returns a meta tensor of the shape and dtype of the whole weight of which `param` is this rank's piece."""
         name = self.names[id(param)]
         shape, dtype = torch.Size(param.shape), param.dtype
         if name in self._state.pairs:
@@ -137,8 +147,8 @@ class WholeWeights:
     # --- functions of torch
 
     def outside(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns what `func` gives for pieces in the script's code outside of `whole()`; or raises `RefusedPlan`."""
-        if self.is_open:  # pieces that the script took up outside
+        """Returns `func` of whole weights in place of pieces, outside of `whole()`; `RefusedPlan` if it writes."""
+        if self.is_open:  # pieces that the script took before it opened `whole()`
             args, kwargs = replaced(torch.Tensor, self._standing_for, (args, kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -146,7 +156,7 @@ class WholeWeights:
         # shape and the like are asked of the whole weight, which is not gathered for it
         if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
             return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
-        if name.startswith("new_"):  # of its dtype and device alone
+        if name.startswith("new_"):  # needs the dtype and device alone
             return func(*replaced(DTensor, DTensor.to_local, args), **kwargs)
         # hooks and requires_grad_ go to the piece itself
         if not reads_values(func):
@@ -158,9 +168,9 @@ class WholeWeights:
         return self._computed(func, args, kwargs, detached=attribute == "data" or name == "detach")
 
     def _computed(self, func: Any, args: tuple, kwargs: dict, *, detached: bool) -> Any:
-        """Returns `func` of whole weights in place of pieces; a view of one is a view of a copy (`ReadView`).
+        """Returns `func` of whole weights in place of pieces; a view of a whole weight is a `ReadView`. Collective.
 
-        detached    `func` gives the weight's memory without its gradient (p.data, p.detach())
+        detached    Whether `func` gives the weight's memory without its gradient (p.data, p.detach())
         """
         script = self._script
         script.meet("a weight that is read outside of its unit's forward")
@@ -184,19 +194,21 @@ class WholeWeights:
         return views_of(made, lambda: getattr(of_script(), "weights_version", version) == version, copies)
 
     def _standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the stand-in of a piece; any other tensor itself."""
         return self._standing.get(self.names.get(id(tensor), ""), tensor)
 
     def in_graph(self, piece: torch.Tensor) -> torch.Tensor:
-        """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective."""
+        """Returns the whole weight, whose gradient goes to the ranks' pieces and counts once. Collective."""
         whole: torch.Tensor = OfPieces.apply(piece, self.value(self.names[id(piece)]), self)
         calls = self._script.calls
         beside = () if calls.in_forward else calls.counted_once  # of the samples of all ranks
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns `torch.autograd.grad`'s tuple, each gradient cut as its piece. Collective.
+        """Returns `torch.autograd.grad(outputs, inputs, ...)`, each gradient sharded as its piece. Collective.
 
-        Where an FSDP unit has gathered the weight, that one's gradient is summed over ranks, cut and added.
+        If an FSDP unit has gathered the weight, the gradient of the gathered one is summed over ranks, sharded and
+        added.
         """
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
@@ -222,19 +234,19 @@ class WholeWeights:
 
     @torch.no_grad()
     def value(self, name: str) -> torch.Tensor:
-        """Returns one whole weight in full precision, in memory of its own. Collective."""
+        """Returns the whole weight `name` in full precision, in memory of its own. Collective."""
         script = self._script
         with script._gate.open():
             return script.engine.full_parameter(name).detach().as_subclass(torch.Tensor).clone()
 
     def assign(self, param: DTensor, value: torch.Tensor) -> None:
-        """`param.data = value` in the model's forward."""
+        """Stands for `param.data = value` in the model's forward."""
         assign(self._technique_of.get(id(param)), self._in_units[id(param)], param, value)
         self._script.may_have_written()
 
     @torch.no_grad()
     def cut(self, piece: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of a whole weight's gradient, of which other ranks' summands are added for FSDP."""
+        """Returns this rank's piece of a whole weight's gradient; for FSDP summed over ranks first, collectively."""
         script = self._script
         # FSDP2 sums what its units' backwards bring; this comes beside them, so summands of other ranks are added here
         if isinstance(piece, DTensor):
@@ -253,7 +265,10 @@ class WholeWeights:
 
     @contextmanager
     def opened(self, grads: bool, state: bool) -> Iterator[None]:
-        """Context: stand-ins are in the places of the model's pieces. Collective, at both ends."""
+        """Context in which stand-ins are in the places of the model's pieces. Collective, at both ends.
+
+        grads, state  Whether gradients, and the optimizer's state, are whole too
+        """
         names_line(self._open)(grads, state)
         try:
             yield
@@ -265,19 +280,19 @@ class WholeWeights:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context: within an open `whole()` the plan itself runs (a step), and stand-ins follow it. Collective."""
+        """Context within an open `whole()`, in which pieces are back for a step of the plan. Collective."""
         asked = self.asked
         self._end()
         yield
         self._open(*asked)
 
     def _open(self, grads: bool, state: bool) -> None:
-        """Gather and put stand-ins into the places of pieces; `InputError` if open, or in a forward. Collective."""
+        """Gathers, and puts stand-ins into the places of pieces; `InputError` if open, or in a forward. Collective."""
         script = self._script
         # pieces put aside twice would leave the stand-ins in their place
         if self.is_open:
             raise InputError("prepared.whole() within prepared.whole(): everything is whole already")
-        # ranks stand elsewhere within a forward
+        # within a forward ranks are at different places, and could not gather
         if not script.calls.is_outside:
             raise InputError("prepared.whole() within the model's forward or a backward: call it after them")
         self.asked = (grads, state)
@@ -294,20 +309,24 @@ class WholeWeights:
         self._show(states)
 
     def _end(self) -> None:
+        """Puts the pieces back and takes what the script has changed. Collective."""
         states = self._close()
         self._script.meet("the end of prepared.whole()")
         self._take(states)
         self._empty()
 
     def forget_gradients(self) -> None:
-        """Forget the whole gradients that were handed out (`zero_grad`)."""
+        """Drops the whole gradients that were handed out (`zero_grad`)."""
         self._gradients = {}
         for standing in self._standing.values():
             _GRAD.__set__(standing, None)
 
     @torch.no_grad()
     def _filled(self) -> dict[str, torch.Tensor]:
-        """Returns {name: whole weight}: a `WholeWeight` for a piece or narrower weight, else itself. Collective."""
+        """Returns {name: whole weight}: a `WholeWeight` if the model has a piece or a narrow one, else itself.
+
+        Collective.
+        """
         for name, param in self._params.items():
             # its module has it whole and in full precision already
             if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
@@ -322,21 +341,24 @@ class WholeWeights:
         return self._params | self._standing
 
     def _is_whole(self, param: torch.Tensor) -> bool:
-        """Whether the model's own tensor is the whole weight, as the script sees it."""
+        """Whether the model's own tensor is the whole weight, in the shape and dtype that the script sees."""
         with self._script._gate.open():
             about = self.meta(param)
             return (about.shape, about.dtype) == (param.shape, param.dtype)
 
     @torch.no_grad()
     def _empty(self) -> None:
-        """Free the stand-ins' memory; from here on each reads as its shape, all NaN (0 for integers)."""
+        """Frees the stand-ins' memory; from then on each reads as NaN (0 for integers) in its shape."""
         for standing in self._standing.values():
-            real = standing.is_floating_point() or standing.is_complex()  # others have no NaN: an order of channels
+            real = standing.is_floating_point() or standing.is_complex()  # integers have no NaN
             standing.data = standing.data.new_full((), torch.nan if real else 0).expand(standing.shape)
             _GRAD.__set__(standing, None)
 
     def _show(self, states: dict[str, dict[Any, Any]]) -> None:
-        """Put stand-ins in the places of pieces: in the model's modules, the optimizer's groups and its state."""
+        """Puts stand-ins in the places of pieces: in the modules, the optimizer's groups and its state.
+
+        states  {name: whole optimizer state}, if it was asked for
+        """
         script, optimizer, seen = self._script, self._script.optimizer, self._seen
         self._places = [(child._parameters, leaf, param) for child in self._state.module.modules()
                         for leaf, param in child._parameters.items() if param is not None]  # fmt: skip
@@ -360,12 +382,12 @@ class WholeWeights:
         self.is_open = script.calls.entries.closed = True
 
     def _close(self) -> Any:
-        """Put the pieces back; returns the optimizer's state as the script leaves it."""
+        """Puts the pieces back; returns the optimizer's state {parameter or key: state} as the script leaves it."""
         script, optimizer = self._script, self._script.optimizer
         self.is_open = script.calls.entries.closed = False
         for held, leaf, param in self._places:
             standing = self._seen[self.names[id(param)]]
-            if held.get(leaf) is standing:  # what stands there else is found by those who look after modules
+            if held.get(leaf) is standing:  # another object there is left for `settle` to refuse
                 held[leaf] = param.requires_grad_(standing.requires_grad)
         states: dict[Any, Any] = {}
         for one, own_state in zip(members_of(optimizer), self._own_states, strict=True):
@@ -378,14 +400,17 @@ class WholeWeights:
 
     @torch.no_grad()
     def _take(self, states: Any) -> None:
-        """Let each rank take its pieces of what the script has changed, alike on all. Collective."""
+        """Checks that the script's changes are the same on all ranks, and takes this rank's pieces of them.
+
+        Collective.
+        """
         script, (grads, state) = self._script, self.asked
         weights = {name: tensor.data for name, tensor in self._standing.items()}
         after = {name: tensor.grad for name, tensor in self._standing.items()} if grads else {}
         named = {self._name_of(key): value for key, value in states.items()} if state else {}
         gradients = {name: tensor for name, tensor in after.items() if tensor is not None}
         changed = {"weight": weights, "gradient": gradients, "state": named}
-        if script.calls.randomness == "fast":  # ranks' generators differ, and the first one's draws are taken
+        if script.calls.randomness == "fast":  # generators differ: rank 0's numbers are taken
             for tensor in tensors_in(changed):
                 drawn = tensor.contiguous()
                 broadcast(drawn, script.mesh.world, 0, "control")
@@ -407,6 +432,7 @@ class WholeWeights:
                 put(self._state, script.optimizer, {k: v for k, v in named.items() if k in self._params}, rest=rest)
 
     def _name_of(self, key: Any) -> Any:
+        """Returns the name of a parameter that the script sees; any other key unchanged."""
         return next((name for name, one in self._seen.items() if one is key), key)
 
     def _under_own_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

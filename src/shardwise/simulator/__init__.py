@@ -1,4 +1,4 @@
-"""One step at any scale: streams, pipelines, memory by rank, the timeline. No torch, no processes."""
+"""Simulates one step at any scale: streams, pipelines, memory by rank, a timeline. No torch, no processes."""
 
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.step import simulate

@@ -1,4 +1,4 @@
-"""`StepTrace`, `RankTrace`, `Update`, `Model`: what traces and optimizers tell forecasts. Times: traced, costs/ops."""
+"""`StepTrace`, `RankTrace`, `Update`, `Model`: counts of traces and optimizers, from which forecasts take times."""
 
 from __future__ import annotations
 
@@ -6,56 +6,62 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-# product                (m, n, k), times the batch of a batched one
-# attention              (batch x heads, queries, keys, width, backward?, causal?)
-# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved, turned?, each channel alone?)
-# recurrence             (m, n, k) of the product of one step; its times are steps, one after another
-# the name of an op      (bytes moved,), of a bfloat16 batch norm its channels too, 0 where they are last
+# An `Entry` is (kind, shape, times) of one op. Kinds and their shapes:
+# product                (m, n, k) of a matrix product; times: batch of a batched one
+# attention              (batch x heads, queries, keys, head width, whether backward, whether causal)
+# conv, conv_backward    (samples x positions, output channels, inputs of one output, bytes moved,
+#                         whether converted to channels_last, whether depthwise)
+# recurrence             (m, n, k) of the product of one time step; times: steps, one after another
+# the name of an op      (bytes moved,); of a bfloat16 batch norm (bytes, channels, or 0 if channels are last)
 Entry = tuple[str, tuple[float, ...], int]
 Tops = tuple[
     int, int, int
-]  # live bytes, at most, before the repeated blocks, while they wait for backward, and after it
+]  # peak live bytes (before the first repeated block, from its forward to its backward, after that)
 
 
 @dataclass(eq=False)
 class StepTrace:
-    """What one forward and backward of `samples` samples did: ops, FLOPs, bytes moved, the peak of live bytes.
+    """Counts of one forward and backward of `samples` samples: ops, FLOPs, bytes moved, peak live bytes.
 
-    order        (kind, shape, times) of every op but views, as they ran; see `Entry`
-    products     (m, n, k) -> how often
-    attention    (batch x heads, queries, keys, width, backward?, causal?) -> how often
-    conv_flops   of convolutions and Fourier transforms
-    moved        bytes that all other ops read and write
-    kernels      ops that compute something
-    calls        ops, views among them
-    cut_calls    ops on tensors that are cut, whose rules start some of `calls`
-    peak         the most live bytes beyond parameters, inputs and their summed gradients
-    tops         the same before the first repeated block, from its forward to its backward, and after that
-    idle         parameters that are trained and that no gradient reached
-    tensors      parameter tensors
-    sizes        elements of a trainable one -> how many
-    in_order     place -> elements of each trained parameter, in the order in which the optimizer is given them
-    wholes       place -> elements of the whole weight, of each that tp cuts
-    arrived      (place in the module's order, live bytes as for `peak`) of each gradient as it came, if asked
-    units        parameters of each repeated block, and of the rest
-    shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
-                          around the micro-batches; `peak` has what it makes besides
-    shard_gradient_bytes  the same of the gradients, in bytes
-    experts      elements of experts that are trained here, where ep deals them
-    rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
-    chose        something was picked by scores without values (top-k, sort, max over a dim)
-    balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
-    by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
-    drawn        single random numbers were taken as their median
-    follows      random ops were answered as a run does that follows them
-    wrote_scores attention met dropout whose numbers no fused kernel draws: those of one process
+    A bool says whether the sentence holds.
+
+    parameters   elements of all parameters held here; `tensors`: number of these parameters
+    buffers_bytes bytes of the module's buffers
+    order        the `Entry` of every op but views, in the order in which they ran
+    products     {(m, n, k): number of such matrix products}
+    attention    {(batch x heads, queries, keys, head width, backward, causal): number of calls}
+    conv_flops   FLOPs of convolutions and Fourier transforms
+    moved        bytes that all ops but products and attention read and write
+    kernels      number of ops that compute something
+    calls        number of ops, views included
+    cut_calls    number of ops on sharded tensors, whose rules start some of `calls`
+    peak         peak live bytes without parameters, buffers, inputs and gradients at rest
+    tops         the same in three windows, see `Tops`
+    idle         elements of trained parameters that got no gradient
+    gradients    bytes of gradients of all trained parameters held here
+    sizes        {elements of a trained parameter: number of parameters of that size}
+    in_order     {index in the module's order: elements} of trained parameters, in the optimizer's order
+    wholes       {index in the module's order: elements of the unsharded weight} of parameters that tp shards
+    arrived      (index in the module's order, live bytes as in `peak`) at each gradient's arrival; [] if not asked for
+    units        parameters of each repeated block, or unit of zero=3; `rest`: parameters outside of them
+    shard_elements        elements of the weight shards that rest on a rank, if the trace includes a technique that
+                          shards weights; `peak` then includes gathered weights; else 0
+    shard_gradient_bytes  bytes of the gradient shards that rest, if the trace includes such a technique; else 0
+    experts      elements of trained experts on this rank, if ep deals them; else 0
+    rows         {(size of the dim that zero=3 shards, elements at each index of it): number of weights}
+    chose        something was chosen by scores without values (top-k, sort, max over a dim)
+    balanced     such choices decided shapes, and routers were assumed to load experts evenly
+    by_batch     integers of the batch decided shapes, and those of one sample were repeated
+    drawn        single random numbers were assumed to be their median
+    follows      random operations ran as under randomness=global
+    wrote_scores attention wrote its scores, because no fused kernel has dropout masks of one process
     own_backward the forward takes gradients itself
-    enclosed     paths of modules that are no units of zero=3: they write into what they are given, or the forward takes
-                 gradients through them
-    batch_norms  of a forward, where they are not joined over data ranks
-    alone        one of them has one value for each channel, of which there is no variance
-    joined       what joined ones send: (op, bytes of the whole tensor) -> times
-    put          bytes that blocks keep for backward in a tier, by its name
+    enclosed     paths of modules that cannot be units of zero=3, since they write into their arguments, or the forward
+                 takes gradients through them
+    batch_norms  number of batch norms in a forward that take their statistics over one rank
+    alone        one of these has one value for each channel, so no variance
+    joined       {(op, bytes of the full tensor): calls} of batch norms over data ranks
+    put          {tier: bytes of activations that blocks keep there for backward}
     """
 
     samples: int
@@ -99,7 +105,7 @@ class StepTrace:
 
     @property
     def flops(self) -> float:
-        """Returns FLOPs of products, convolutions and attention; of a causal kernel the half that it computes."""
+        """Returns FLOPs of products, convolutions, transforms and attention; a causal kernel counts half."""
         products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
         scores = sum(
             4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
@@ -108,8 +114,8 @@ class StepTrace:
         return products + scores + self.conv_flops
 
 
-Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
-# axis, op, bytes by how many ranks away their sender is, and the operations in whose time it passed: first, behind last
+Sent = tuple[str, str, float]  # (axis, op, bytes of the full tensor)
+# An exchange during operations order[start:stop]: (axis, op, {sender's index minus this rank's: bytes}, start, stop)
 Passed = tuple[str, str, dict[int, int], int, int]
 
 
@@ -117,15 +123,17 @@ Passed = tuple[str, str, dict[int, int], int, int]
 class RankTrace(StepTrace):
     """The trace of one rank's pipeline row: `peak` is of the whole row, products and bytes are of one micro-batch.
 
-    ops       (kind, stage) -> what one such op does
-    wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
-              (axis, op, bytes of the whole tensor) -> times
-    arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
-    overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
-    gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
-    first     the peak as it was when the first backward was over: that of a row of one micro-batch
-    first_tops  `tops` as they were then
-    messages  stage -> bytes that it sends on for one micro-batch
+    A key (kind, stage) is an op of the row: kind "F", "B", "I" or "W".
+
+    ops       {(kind, stage): trace of that op}
+    wire      {(kind, stage): {`Sent`: calls}} of collectives over tp, ep, axes of positions, and (batch norms) data
+    arrivals  {(kind, stage): {(axis, op, sender's index minus this rank's): bytes received}}, of ops in which ranks may
+              send different numbers of bytes
+    overlaps  {(kind, stage): exchanges that ran during operations, in order; see `Passed`}
+    gathers   {(kind, stage): elements of each all-gather of zero=3, in order}
+    first     `peak` when the first backward was over, which is that of a row of one micro-batch
+    first_tops  `tops` at that time
+    messages  {stage: bytes that it sends to the next stage for one micro-batch}
     """
 
     ops: dict[tuple[str, int], StepTrace] = field(default_factory=dict)
@@ -145,14 +153,15 @@ class RankTrace(StepTrace):
 
 @dataclass(frozen=True)
 class Update:
-    """Cost of an optimizer's step on one tensor: state that it keeps and ops that it runs, per element of the tensor.
+    """Cost of an optimizer's step per element of a float32 weight.
 
-    work       (op, bytes it moves for each element of float32)
-    calls      ops, views among them
+    state_elements  elements of state
+    work       (op, bytes that it moves) of each op
+    calls      number of ops for one tensor, views included
     temporary  elements that live only while it runs
-    left       of these, elements that the tensor before leaves behind until the next is done
-    whole      it needs whole tensors: under ZeRO and tp each has one rank that updates it (step/owners.py)
-    coded      of the state, elements that may rest by a code: real ones, in tensors of the weight's shape
+    left       elements of these that one tensor's update leaves alive until the next tensor's update is done
+    whole      whether it needs unsharded tensors, so that ZeRO and tp have one rank update each (step/owners.py)
+    coded      elements of state that may be encoded: floating-point tensors of the weight's shape
     """
 
     state_elements: float
@@ -166,15 +175,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Model:
-    """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
+    """Two traces of a module, or of a rank, with different numbers of samples; its optimizer's step, its batch."""
 
-    small: StepTrace  # fewer samples
-    large: StepTrace  # more samples: figures are linear between both
+    small: StepTrace  # of fewer samples
+    large: StepTrace  # of more samples, or the same trace; figures are linear between both
     update: Update
     name: str = ""
-    batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
-    batch_on_device: bool = True  # all of it; else a micro-batch at a time is copied there
-    gathered: tuple[int, ...] | None = None  # parameters of each unit of zero=3, where that was rehearsed
+    batch_bytes: float = 0.0  # bytes of one sample of the batch
+    batch_on_device: bool = True  # whether ranks hold the whole global batch (CPUs), not a micro-batch at a time
+    gathered: tuple[int, ...] | None = None  # parameters of each unit of zero=3; None: not rehearsed
 
     @property
     def units(self) -> Sequence[int]:
@@ -187,9 +196,9 @@ class Model:
         return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:
-        """Returns a figure at `samples`, on the line through `first` (of `small`) and `second` (of `large`), 0 or more.
+        """Returns a figure at `samples` on the line through `first` (of `small`) and `second` (of `large`), at least 0.
 
-        Where both are of the same number of samples, in proportion to `samples`.
+        If both traces have the same number of samples, the figure is `first` in proportion to `samples`.
         """
         low, high = self.small.samples, self.large.samples
         if low == high:
@@ -197,7 +206,7 @@ class Model:
         return max(0.0, first + (second - first) * (samples - low) / (high - low))
 
     def peak(self, samples: int) -> float:
-        """Returns the most live bytes of a micro-batch beyond what rests between steps."""
+        """Returns the peak live bytes of a micro-batch, without what rests between steps."""
         return self.linear(self.small.peak, self.large.peak, samples)
 
     def flops(self, samples: float) -> float:

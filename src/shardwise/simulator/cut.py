@@ -1,10 +1,10 @@
-"""Time and memory of a step of a traced module that is cut (messages, rings and halos too), from its ranks' rehearsals.
+"""`simulate_cut`: the forecast of a step of a traced module that is sharded, from rehearsals of its ranks.
 
-memory   rank by rank: states of the parameters that it holds, and the peak of its row
-time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos, but
-             those of large convolutions travel while these compute what needs none of them
-         cp: the same, but blocks of keys travel while attention computes those at hand
-         pp: the schedule's table, played with the seconds of each stage's ops and messages
+memory   of each rank: states of the parameters that it holds, and the peak of its row
+time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, with halos, of which those
+             of large convolutions overlap with the part of these that needs no halo
+         cp: the same, but blocks of keys travel while attention computes the block that has arrived
+         pp: the schedule's table of ops, with the seconds of each stage's ops and messages
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from shardwise.simulator.traced import (
 
 OpKey = tuple[str, int]  # (kind, stage)
 Seconds = dict[OpKey, float]
-TALK, HALOS = "tensor, context and expert communication", "communication between tiles"
-APART = ("all_to_all", "point_to_point")  # operations that may send each rank another number of bytes
-RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
+TALK, HALOS = "tensor, context and expert communication", "communication between tiles"  # names of parts
+APART = ("all_to_all", "point_to_point")  # operations in which ranks may receive different numbers of bytes
+RING = ("cp", "point_to_point")  # (axis, op) of keys and values, and sums of their gradients, around a ring
 
 
 def same_row(small: StepTrace, large: StepTrace) -> bool:
-    """Whether two rehearsals of a rank ran the same operations and collectives in each part of its row."""
+    """Whether two rehearsals of a rank ran the same operations and collectives in each op of its row."""
     first, second = cast(RankTrace, small), cast(RankTrace, large)
     if first.ops.keys() != second.ops.keys():
         return False
@@ -62,19 +62,19 @@ def same_row(small: StepTrace, large: StepTrace) -> bool:
 
 
 def _calls(trace: RankTrace, key: OpKey) -> list[tuple[str, str, int]]:
-    """Returns (axis, operation, number of calls) of one part's collectives in order, one entry for each size."""
+    """Returns (axis, op, number of calls) of the collectives of the row's op `key`, one entry for each size."""
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
 @dataclass
 class _Rounds:
-    """Seconds of a step's micro-batches by part, and figures that the other parts need."""
+    """Seconds of a step's micro-batches by part, and figures from which the other parts are computed."""
 
-    parts: dict[str, float]
-    micro_s: float  # of one micro-batch, for what overlaps with it
-    busy_s: float  # of one micro-batch's operations on the slowest rank
-    gathered_s: float = 0.0  # waiting for weights and gradients between stages, in the whole step
-    bubble: float = 0.0
+    parts: dict[str, float]  # name of a part -> seconds in a step
+    micro_s: float  # one micro-batch, with which other things may overlap
+    busy_s: float  # one micro-batch's operations on the slowest rank
+    gathered_s: float = 0.0  # waiting for zero=3's gathers and reductions in a step, with a pipeline
+    bubble: float = 0.0  # share of the pipeline's time
     timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
 
 
@@ -82,7 +82,11 @@ def simulate_cut(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger],
 ) -> Forecast:  # fmt: skip
-    """Returns the forecast of one step. `ranks`: models whose traces are `RankTrace`s; `ledgers`: their memory."""
+    """Returns the forecast of one step of a sharded module.
+
+    ranks    one `Model` of `RankTrace`s for each rank that differs, each standing for equally many ranks
+    ledgers  the memory of each of these
+    """
     dtype = PRECISIONS[precision].products
     follows = any(rank.small.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
@@ -97,11 +101,11 @@ def simulate_cut(
     )
     parts |= moved_seconds(ranks, layout, cluster, states, rounds.micro_s, layout.n_micro * layout.rounds)
     parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
-    # GAPS is of published runs, which are of accelerators
+    # GAPS was found on published runs, all of them on accelerators
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
-    # only plans with tiles get a line for halos; other parts are listed even at 0
+    # other parts are listed even at 0, but halos only if there are tiles
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
     # each rehearsed rank stands for those that do not differ from it
     ranks_alike = layout.tp * layout.pp * layout.cut_positions / len(ranks)
@@ -126,13 +130,10 @@ def simulate_cut(
 def _rounds(
     ranks: Sequence[Model], layout: Layout, seconds: tuple[Seconds, Seconds, Seconds], wire: Wire, states: States
 ) -> _Rounds:
-    """Returns the times of a step's micro-batches.
-
-    seconds  by op: of its work, of all its collectives, of those between tiles
-    """
+    """Returns the times of a step's micro-batches; `seconds`: as `_ops` returns them."""
     work, sent, of_tiles = seconds
     busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
-    # with a pipeline micro-batches overlap, so its rows are played; without one they add up
+    # with a pipeline micro-batches overlap, so its schedule is played in time; without one their seconds add up
     if layout.pp > 1:
         share = sum(rank.trained for rank in ranks) / max(1, sum(rank.small.parameters for rank in ranks))
         link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), layout.sharded.gathers, share)
@@ -144,11 +145,11 @@ def _rounds(
     else:
         played, gathered, times = None, 0.0, layout.n_micro
         step = times * (busy + talk)
-    # what ranks say in computing, and between tiles, apart: the report shows each
+    # halos are a part of their own, since reports show them
     parts = {"compute": times * busy, TALK: times * (talk - tiled), HALOS: times * tiled}
     rounds = _Rounds(parts, step / times, busy, times * gathered)
     if played is not None:
-        # what is left of the step beside that is the pipeline's own
+        # the rest of the step is waiting in the pipeline
         parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
         rounds.bubble = played.bubble
         rounds.timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
@@ -156,14 +157,14 @@ def _rounds(
 
 
 def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
-    """Returns the pipeline's schedule played in time, from (op, stage) -> seconds of computing and of messages."""
+    """Returns the pipeline's schedule played in time; an op takes the sum of `seconds`, each {(kind, stage): s}."""
     last = max(stage for by_op in seconds for _, stage in by_op)
 
     def of_stages(kind: str) -> list[float]:
         return [sum(by_op.get((kind, stage), 0.0) for by_op in seconds) for stage in range(last + 1)]
 
     whole, first, second = of_stages("B"), of_stages("I"), of_stages("W")
-    # a schedule has whole backwards (B), or splits each into input (I) and weights (W)
+    # a schedule has full backwards (B), or splits each into gradients of inputs (I) and of weights (W)
     inputs = [b or i for b, i in zip(whole, first, strict=True)]
     return play_all(
         layout.schedule, layout.pp, layout.n_micro, layout.chunks, of_stages("F"), inputs, second,
@@ -172,8 +173,8 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
 
 
 def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
-    """Returns {kind of figure: a line on what it rests on (measured, formula, assumed)}."""
-    apart = layout.tp * (1 if layout.shard_ranks > 1 else layout.pp)  # replicas lie outside of stages
+    """Returns {kind of figure: line for people on its source (measured, formula, assumed)}."""
+    apart = layout.tp * (1 if layout.shard_ranks > 1 else layout.pp)  # replicas are farther apart than stages
     basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
@@ -193,7 +194,7 @@ def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire)
 
 
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
-    """Returns {"tp", "ep", "data" and each axis of `layout.inner`: its group}, of size 1 where nothing is cut."""
+    """Returns {axis: its group} of "tp", "ep", "data" and each axis of `layout.inner`; size 1 if the axis is unused."""
     inner = layout.tp * layout.cut_positions
     tp = layout.tp
     groups = {"tp": RankGroup(tp, 1), "ep": RankGroup(layout.ep, tp), "data": RankGroup(layout.dp, inner)}
@@ -207,7 +208,10 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Returns {(op, stage): seconds} of (work, all collectives, those between tiles), each on the slowest rank."""
+    """Returns ({(kind, stage): seconds of operations}, the same of all collectives, the same of halos).
+
+    Each is of the slowest rank, for one micro-batch.
+    """
     work: Seconds = {}
     sent: Seconds = {}
     of_tiles: Seconds = {}
@@ -217,6 +221,7 @@ def _ops(
         for key in small.ops:
             seconds = between(small.ops[key], large.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
+            # halos are kept apart, since reports show them as a part of their own
             among = talk.between_positions(rank, key, SPACE.__contains__)
             of_tiles[key] = max(of_tiles.get(key, 0.0), among)
             others = talk.of_whole(rank, key, lambda axis: axis not in INNER)
@@ -227,17 +232,20 @@ def _ops(
 
 @dataclass
 class _Talk:
-    """Computes the seconds that an op of a rank waits for other ranks, over chosen axes."""
+    """Computes the seconds that an op of a rank's row waits for other ranks over some axes."""
 
     layout: Layout
     kernels: Kernels
     software: Software
     wire: Wire
-    groups: dict[str, RankGroup]  # by axis: which ranks it joins
+    groups: dict[str, RankGroup]  # axis -> its group
 
     def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Returns seconds of collectives in which all ranks send alike; interpolates sizes, not times, over samples."""
-        # APART operations over positions are counted by what arrives (`between_positions`): ranks send unequal amounts
+        """Returns seconds of an op's collectives in which all ranks send as much; `axes`: axis -> whether it counts.
+
+        Sizes, not times, are interpolated between the two numbers of samples.
+        """
+        # APART operations over positions are counted by bytes received (`between_positions`), since ranks differ
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * self.wire.collective(op, self.groups[axis], rank.linear(low, high, self.layout.micro_batch))
@@ -246,7 +254,7 @@ class _Talk:
         )
 
     def between_positions(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Returns the seconds that an op waits for ranks with other positions, less what hides behind compute."""
+        """Returns the seconds that an op waits for ranks with other positions, overlap subtracted; `axes`: as above."""
         calls = Counter[tuple[str, str]]()
         for (axis, op, _), times in _seen(rank)[0].wire[key].items():
             calls[axis, op] += times
@@ -258,14 +266,14 @@ class _Talk:
         return seconds
 
     def _hidden(self, rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
-        """Returns the seconds of an exchange that are hidden behind operations that do not need its result."""
+        """Returns the seconds of an exchange, `passing` (axis, op), that overlap with operations."""
         small, large = _seen(rank)
         micro = self.layout.micro_batch
-        if passing == RING:  # the next block comes while that at hand is computed, the last one beside none
+        if passing == RING:  # each block but the last is computed while the next one travels
             busy = attention_seconds(small.ops[key], large.ops[key], micro, self.kernels, self.software)
             return busy * (1 - 1 / self.layout.cp)
         group = self.groups[passing[0]]
-        # the cores that copy the halo are the ones that compute, so nothing is hidden
+        # the cores that copy a halo are those that compute, so they cannot do both
         if on_cores(self.wire) and self.wire.tier(group) == 0:
             return 0.0
         seconds = 0.0
@@ -280,7 +288,7 @@ class _Talk:
 
 
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
-    """Returns {(axis, op): {distance in ranks: bytes}} that a tile receives in one part of its row."""
+    """Returns {(axis, op): {sender's index minus this rank's: bytes}} received in one op of a rank's row."""
     first, second = (trace.arrivals[key] for trace in _seen(rank))
     by_call: dict[tuple[str, str], dict[int, float]] = {}
     for (axis, op, distance), low in first.items():
@@ -290,9 +298,9 @@ def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], 
 
 
 def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, float]:
-    """Returns, by name of the link, the bytes that the tile with most of them receives from others in a step.
+    """Returns {name of the tier: bytes that a rank receives over it in a step}, of the tile that receives most.
 
-    Which of its neighbours lie beyond a node hangs on where a tile lies; here as for the one that waits longest.
+    Which neighbours are on another node depends on the tile; the one that waits longest is taken.
     """
     groups, tiers = groups_of(layout), wire.cluster.tiers
     totals: list[dict[str, float]] = []
@@ -308,12 +316,15 @@ def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, 
 
 
 def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
-    """Returns (rehearsal of a rank with the smaller micro-batch, with the larger one)."""
+    """Returns a rank's traces with (the smaller micro-batch, the larger one), typed as `RankTrace`."""
     return cast(RankTrace, rank.small), cast(RankTrace, rank.large)
 
 
 def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:
-    """Returns, by op, the seconds that it waits for gathered weights and scattered gradients (zero=3)."""
+    """Returns {(kind, stage): seconds that the op waits for zero=3's gathers and reductions}.
+
+    busy  seconds of each op with its other messages
+    """
     waits: dict[OpKey, float] = {}
     for rank in ranks:
         for key, units in _seen(rank)[0].gathers.items():
@@ -327,7 +338,7 @@ def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
 
 
 def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> list[float]:
-    """Returns the seconds of the message from each stage to the next."""
+    """Returns the seconds of the message from each stage to the next; `last`: index of the last stage."""
     apart = layout.tp * layout.shard_ranks  # ranks from one stage to the next
     out = [0.0] * max(1, last)
     for rank in ranks:

@@ -1,12 +1,12 @@
-"""`longer`: what a module of many layers does, of what it does with few: counts, sizes and operations on a line.
+"""`longer`: extends traces of a module with few equal layers to many, by counts, sizes and operations on a line.
 
-    number        a line through the two
-    list          what the deeper one has beyond the other comes again, each layer once more
+    number        extrapolated on the line through both traces
+    list          items that the deeper trace has more of are repeated once for each further layer
     mapping       by key
-    bool, text    the same in both, or no line goes through them
+    bool, text    must be equal in both traces, otherwise `NoLine`
 
-Live bytes are highest in one of three windows, and in each of them go by a line: before the layers, while they wait for
-their backward, and after it; so it is where shards of gradients, which come as activations go, do not outgrow them.
+Peak live bytes are linear in the number of layers in each of three windows (before the layers, until their backward,
+after it), unless gradient shards, which are made while activations are freed, grow faster than the activations.
 
 *What this does not do*: find out whether layers are alike (planner/alike_layers).
 """
@@ -22,13 +22,13 @@ from shardwise.simulator.counted import Model, RankTrace, Sent, StepTrace, Tops
 
 
 class NoLine(Exception):
-    """Raised where traces of a module at two depths cannot be extended to a third."""
+    """Raised if traces of a module at two depths cannot be extended to a third."""
 
 
 def longer(few: Model, more: Model, layers: int) -> Model:
-    """Returns a rank's or a module's `Model` with `layers` more than `more` has, which has one more than `few`.
+    """Returns the `Model` of a module with `layers` more layers than `more`, which has one layer more than `few`.
 
-    Raises `NoLine` where the two differ by more than a layer that comes again.
+    Raises `NoLine` if `few` and `more` differ by anything else than one repeated layer.
     """
     pairs = ((few.small, more.small), (few.large, more.large))
     small, large = (longer_trace(before, after, layers) for before, after in pairs)
@@ -36,12 +36,12 @@ def longer(few: Model, more: Model, layers: int) -> Model:
 
 
 def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
-    """Returns a trace with `layers` more than `more` has; raises `NoLine`, as `longer` does."""
+    """Returns the trace of a module with `layers` more layers than that of `more`; `NoLine` as in `longer`."""
     _refuse(few, more)
     values = {field.name: (getattr(few, field.name), getattr(more, field.name)) for field in fields(more)}
     held = [[(trace.in_order[place], trace.wholes.get(place)) for place in range(len(trace.in_order))]
             for trace in (few, more) if [*trace.in_order] == [*range(len(trace.in_order))]]  # fmt: skip
-    # a line needs both traces with their weights by number
+    # both optimizers must be given the parameters in the module's order, so that the lists can be compared
     if len(held) < 2:
         raise NoLine
     params = _line(held[0], held[1], layers)
@@ -60,7 +60,7 @@ def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
 
 
 def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent, int]:
-    """Returns {(axis, op, bytes): times} of messages on the line, the sizes of a kind averaged, or raises `NoLine`."""
+    """Returns {`Sent`: calls} extended by `layers`, with a mean size for messages of one kind; or raises `NoLine`."""
     if [key[:2] for key in few] != [key[:2] for key in more]:
         raise NoLine
     sent: dict[Sent, int] = {}
@@ -72,12 +72,15 @@ def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent
 
 
 def _refuse(few: StepTrace, more: StepTrace) -> None:
-    """Raise `NoLine` where gradients' shards grow faster than kept activations, exchanges overlap, or moments count."""
+    """Raises `NoLine` for two traces that cannot be extended.
+
+    That is if gradient shards grow faster than kept activations, gradients' arrivals were noted, or exchanges overlap.
+    """
     if more.shard_gradient_bytes - few.shard_gradient_bytes > more.tops[1] - few.tops[1]:
         raise NoLine
     if more.arrived:
         raise NoLine
-    if isinstance(more, RankTrace) and any(more.overlaps.values()):  # which name operations by their places
+    if isinstance(more, RankTrace) and any(more.overlaps.values()):  # overlaps hold indexes of operations
         raise NoLine
 
 
@@ -87,7 +90,7 @@ def _grown(few: Tops, more: Tops, layers: int) -> Tops:
 
 
 def _line(few: Any, more: Any, layers: int) -> Any:
-    """Returns a trace's value `layers` beyond `more`, on the line through `few` and it, a layer apart; or `NoLine`."""
+    """Returns a value of a trace (number, list, mapping, trace) extended by `layers`, or raises `NoLine`."""
     if type(few) is not type(more):
         raise NoLine
     if isinstance(more, StepTrace):
@@ -103,13 +106,15 @@ def _line(few: Any, more: Any, layers: int) -> Any:
         return _stretched(few, more, layers)
     if isinstance(more, int | float) and not isinstance(more, bool):
         return more + layers * (more - few)
-    if few != more:  # names, flags: what no line goes through must not depend on depth
+    if few != more:  # names and flags must not depend on depth
         raise NoLine
     return more
 
 
 def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any]:
-    """Returns `more` with the items that it has beyond `few`, in one place or two, `layers` times more; or `NoLine`.
+    """Returns `more` with the items of its additional layer repeated `layers` times, or raises `NoLine`.
+
+    The items may be in two places, as a forward and a backward have them:
 
     few    head           middle          tail
     more   head  forward  middle backward tail
@@ -118,6 +123,7 @@ def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any
     head = _common(few, more)
     tail = min(_common(few[::-1], more[::-1]), len(few) - head)
     middle, end = few[head : len(few) - tail], len(more) - tail
+    # tries every split of the additional items into a forward and a backward
     for forward in range(added + 1):
         if more[head + forward : end - added + forward] == middle:
             again = [*more[head : head + forward]], [*more[end - added + forward : end]]
@@ -126,6 +132,6 @@ def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any
 
 
 def _common(few: Sequence[Any], more: Sequence[Any]) -> int:
-    """Returns how many values two sequences begin with alike."""
+    """Returns the length of the common beginning of two sequences."""
     pairs = enumerate(zip(few, more, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(few), len(more)))

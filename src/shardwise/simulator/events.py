@@ -1,7 +1,7 @@
-"""A discrete-event simulation of streams: overlap follows from dependencies alone.
+"""A discrete-event simulation of streams (`run`), in which overlap follows from dependencies alone.
 
-An op runs on one stream, in the order of issue, once all it depends on is done. While any communication stream is
-busy, compute is slowed by `contention` (NCCL's kernels take part of the device's units and bandwidth).
+An op runs on one stream, in the order of issue, once all ops that it depends on are done. While any communication
+stream is busy, compute is slowed by `contention` (NCCL's kernels take part of the device's units and bandwidth).
 
     compute   | f0 | f1 | f2 | b2 | b1 | b0 |  opt |
     link 0       g1   g2        r2   r1   r0              time ->
@@ -17,10 +17,10 @@ COMPUTE = "compute"
 
 @dataclass
 class StreamOp:
-    """One piece of work: takes `seconds` on `stream`, after the ops at the positions `after` of the list."""
+    """One piece of work, which takes `seconds` on `stream`, after the ops at the indexes `after` of the list."""
 
     name: str
-    stream: str  # "compute", or one of messages
+    stream: str  # "compute", or the name of a communication stream
     seconds: float
     after: list[int] = field(default_factory=list)
     start: float = 0.0  # seconds from the beginning; set by `run`
@@ -28,9 +28,11 @@ class StreamOp:
 
 
 def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
-    """Sets `start` and `end` of each op, returns seconds until all are done; `ValueError` if one awaits a later one.
+    """Sets `start` and `end` of each op and returns the seconds until all are done.
 
     contention  fraction by which compute is slower while any other stream is busy (0.08: takes 1.08 times as long)
+
+    Raises `ValueError` if an op depends on a later one.
     """
     queues: dict[str, list[int]] = {}
     for index, op in enumerate(ops):

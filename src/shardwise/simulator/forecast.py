@@ -1,4 +1,4 @@
-"""`Forecast`: one step of a plan. A new figure: its makers (parts, traced, cut), `as_dict`, planner/proposal_text."""
+"""`Forecast`: the figures of one step. A new one: set it in parts, traced, cut; show it in planner/proposal_text."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.room import Room
 
-ROUNDING = 1.001
+ROUNDING = 1.001  # a forecast may exceed the devices' best rate by this factor
 
 
 @dataclass
 class Forecast:
-    """Time of a step, where it goes, memory of each stage, and what the figures rest on.
+    """Time of one optimizer step, its parts, memory of the ranks that differ, and the sources of the figures.
 
-    step_s        one optimizer step
-    parts         seconds of the busiest rank by name; they add up to `step_s`
-    memory        one ledger for each pipeline stage
+    step_s        seconds of one optimizer step
+    parts         {name: seconds of the busiest rank}, which add up to `step_s`
+    memory        one ledger for each pipeline stage, or rank that differs
     flops         model FLOPs of the step over all ranks, by `convention`
-    samples       of the step, over all ranks
-    tokens        in them, where samples are known to be of tokens
-    peak_tflops   of one device, by its data sheet
-    best_tflops   of one device, the best product that was measured on such a one
-    exposed       communication that nothing hides, by axis, in seconds
+    samples       samples of the step over all ranks
+    tokens        tokens of the step over all ranks; None if samples are not known to be tokens
+    peak_tflops   TFLOP/s of one device by its data sheet
+    best_tflops   TFLOP/s of the best matrix product known for such a device
+    convention    how FLOPs are counted (`Shape.flops_per_token`), or "counted" in a trace
+    exposed       {axis: seconds of communication that does not overlap with compute}
     bubble        share of the pipeline's time in which the busiest rank waits
-    timeline      (lane, name, start, end), seconds
-    halos         bytes that a tile is sent by others in a step, by the link over which they come
-    basis         what each kind of figure rests on: measured, formula, assumed
-    room          what tiers take of one host, over all its ranks
+    timeline      (lane, name, start, end) of each op, in seconds
+    halos         {tier: bytes that a tile receives over it in a step}
+    basis         {kind of figure: line on its source (measured, formula, assumed)}
+    room          bytes that offloading takes on one host, for all its ranks
     """
 
     step_s: float
@@ -50,7 +51,7 @@ class Forecast:
 
     @property
     def laid_out(self) -> list[tuple[str, str, float, float]]:
-        """Returns the timeline; for a step without one, its parts one after another."""
+        """Returns the timeline, or, if there is none, one made of `parts` one after another."""
         if self.timeline:
             return self.timeline
         boxes, now = [], 0.0
@@ -62,27 +63,27 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Returns model FLOP/s over the devices' peak by their data sheets, a share of 1."""
+        """Returns model FLOP/s over the devices' peak by their data sheets, as a fraction."""
         return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)
 
     @property
     def samples_per_s(self) -> float:
-        """Returns samples a second over all ranks."""
+        """Returns samples per second over all ranks."""
         return self.samples / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Returns tokens a second over all ranks; None where samples are not known to be of tokens."""
+        """Returns tokens per second over all ranks; None if `tokens` is None."""
         return None if self.tokens is None else self.tokens / self.step_s
 
     @property
     def rate(self) -> tuple[float, str]:
-        """Returns (number per second, "samples" or "tokens") over all ranks."""
+        """Returns (tokens per second, "tokens") over all ranks, or (samples per second, "samples") without tokens."""
         return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
 
     @property
     def impossible(self) -> str:
-        """Returns the message that this is faster than the devices can be; "" for a believable forecast."""
+        """Returns a message if the step is faster than its devices can compute, else ""."""
         tflops = self.flops / self.step_s / self.world_size / 1e12
         if tflops <= self.best_tflops * ROUNDING:
             return ""
@@ -92,16 +93,16 @@ class Forecast:
         )
 
     def cost_per_million(self, price: float) -> tuple[float, str]:
-        """Returns (cost of a million, "samples" or "tokens") at `price` for a device and hour."""
+        """Returns (cost of a million, "samples" or "tokens") at `price` for one device and hour."""
         rate, what = self.rate
         return price * self.world_size / 3600 / rate * 1e6, what
 
     def fits(self, capacity: float) -> bool:
-        """Whether the fullest rank fits in `capacity` bytes, and its tiers in the host's room where that is known."""
+        """Whether the fullest rank fits in `capacity` bytes, and offloaded bytes in the host's `room` if known."""
         return self.needed_bytes <= capacity and not self.room.lacks
 
     def shortage(self, capacity: float) -> str:
-        """Returns what a device of `capacity` bytes, or its host, has too little of; "" where all fits."""
+        """Returns text on what does not fit in a device of `capacity` bytes or its host; "" if all fits."""
         lacks = [self.room.line(tier) for tier in self.room.lacks]
         if self.needed_bytes > capacity:
             lacks.insert(0, f"{self.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
@@ -109,12 +110,12 @@ class Forecast:
 
     @property
     def worst(self) -> MemoryLedger:
-        """Returns the memory of the stage that allocates most."""
+        """Returns the ledger with the most allocated bytes."""
         return max(self.memory, key=lambda ledger: ledger.allocated)
 
     @property
     def needed_bytes(self) -> float:
-        """Returns the bytes that a device needs: reserved on the fullest rank, and the driver's context."""
+        """Returns the bytes that a device needs: those reserved on the fullest rank, plus the driver's context."""
         return self.worst.reserved + CONTEXT_BYTES
 
     def as_dict(self) -> dict[str, Any]:

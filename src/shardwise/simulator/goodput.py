@@ -1,12 +1,12 @@
-"""Progress of a long run when devices fail (Young-Daly, simulation). Called by cli/foresee; options: cli/forecasting.
+"""Share of time in which a long run makes progress when devices fail (Young-Daly, simulation). Called by cli/foresee.
 
-    loss of a share of time = C / T + (T / 2 + W + R) / M    T between checkpoints, C a checkpoint's stall, R restart
+    lost share of time = C / T + (T / 2 + W + R) / M         T between checkpoints, C a checkpoint's stall, R restart
     the best T is about sqrt(2 C M), and at least W          M = mean time between failures of all devices
                                                              W = until a checkpoint is on the disk
 
-A checkpoint in the background stalls a step for the copy of what the rank writes, and its buffer takes as much memory
-of the host. What a run measured (`checkpoints` of its summary) may be given instead, in proportion to the bytes.
-It can be gone on from once it is on the disk, and the next one waits for that.
+A checkpoint in the background stalls a step while the rank copies what it writes, into a buffer of as many bytes in the
+host's memory. The stall that a run measured (`checkpoints` of its summary) may be used instead, in proportion to the
+bytes. A run can resume from a checkpoint once it is on the disk, and the next checkpoint waits for that.
 
 Sources: Young 1974; Daly 2006. COPY_BYTES_PER_S: 0.17 to 0.19 s for 516 MB on two virtual cores (docs/checkpoints.md).
 """
@@ -23,12 +23,15 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.errors import InputError
 
-SIMULATED_FAILURES = 2000
+SIMULATED_FAILURES = 2000  # number of random failures
 COPY_BYTES_PER_S = 2.8e9
 
 
 def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
-    """Returns the bytes that a rank of the fullest stage writes: masters and optimizer state, each element once."""
+    """Returns the bytes that a rank writes to a checkpoint: masters and optimizer state, each element by one rank.
+
+    memory  a ledger for each stage, of which the one with the most bytes counts
+    """
 
     def written(ledger: MemoryLedger) -> float:
         sharded = layout.shard_ranks if layout.sharded.state else 1
@@ -40,9 +43,9 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
 
 
 def stall_of(run: str | Path) -> tuple[float, float]:
-    """Returns (seconds that a checkpoint stopped a step, bytes that each rank wrote) from a run's summary.
+    """Returns (seconds that a checkpoint stopped a step, bytes that each rank wrote) from a run folder's summary.
 
-    Raises `InputError` where it says nothing of them.
+    Raises `InputError` if the summary has no checkpoints.
     """
     path = Path(run) / "summary.json"
     try:
@@ -57,7 +60,7 @@ def stall_of(run: str | Path) -> tuple[float, float]:
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
-    """Returns the seconds in which `writers` ranks write `saved` bytes each to one disk; None without its rate."""
+    """Returns the seconds in which `writers` ranks write `saved` bytes each to one disk; None if its rate is None."""
     return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 
@@ -70,15 +73,20 @@ def goodput(
     seed: int = 0,
     write_s: float | None = None,
 ) -> dict[str, Any]:
-    """Returns Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
+    """Returns Young-Daly's interval and the share of time that is progress, by formula and by random failures.
 
-    device_mtbf_s  mean time between failures of one device; restart_s: from a failure until the run goes on
-    checkpoint_s   that a save stops a step for
-    write_s        until it is on the disk; no shorter interval is proposed. None: not known, and not counted
+    step_s         seconds of a step; `devices`: of the run
+    device_mtbf_s  mean seconds between failures of one device
+    restart_s      seconds from a failure until the run continues
+    checkpoint_s   seconds for which a save stops a step
+    write_s        seconds until a save is on the disk, the shortest interval that is proposed; None: unknown
+
+    Keys: mtbf_s (of all devices), checkpoint_every_s, checkpoint_every_steps, checkpoint_s, write_s, bound_by ("disk"
+    or "failures": what sets the interval), share_by_formula, share_by_simulation.
     """
     mtbf, written = device_mtbf_s / devices, max(write_s or 0.0, checkpoint_s)
     young = math.sqrt(2 * max(checkpoint_s, 1e-9) * mtbf)
-    # the next checkpoint waits until this one is on the disk
+    # a checkpoint cannot begin before the last one is on the disk
     interval = max(step_s, young, written)
     steps = max(1, round(interval / step_s), math.ceil(written / step_s))
     formula = 1.0 / ((1 + checkpoint_s / interval) * (1 + (interval / 2 + written + restart_s) / mtbf))
@@ -91,7 +99,10 @@ def goodput(
 
 
 def _simulated(interval: float, stall: float, written: float, restart: float, mtbf: float, rng: random.Random) -> float:
-    """Returns progress over time for exponentially distributed failures; work that is not on the disk is lost."""
+    """Returns the share of time that is progress under exponentially distributed failures; arguments in seconds.
+
+    Work after the last checkpoint that had reached the disk is lost at a failure.
+    """
     progress = total = 0.0
     for _ in range(SIMULATED_FAILURES):
         until = rng.expovariate(1 / mtbf)
@@ -103,7 +114,7 @@ def _simulated(interval: float, stall: float, written: float, restart: float, mt
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """Returns the goodput as lines of text."""
+    """Returns the result of `goodput` as lines of text."""
     why = "Young-Daly" if result["bound_by"] == "failures" else "as long as the disk takes to write one"
     write = result["write_s"]
     disk = (

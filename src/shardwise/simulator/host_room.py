@@ -1,4 +1,4 @@
-"""What one host needs for a plan's tiers: of a decoder by its numbers, and of a traced module (costs/room)."""
+"""The `Room` (costs/room) that offloading takes on one host: for a decoder given by its sizes, for a traced module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardwise.simulator.traced import activation_bytes, updated_elements
 
 
 def decoder_room(step: StepContext) -> Room:
-    """Returns the `Room` of one host: bytes that its ranks, of whichever stages, keep in each tier."""
+    """Returns the `Room` of one host for a decoder's step; empty without offload."""
     lay, shape = step.layout, step.shape
     if lay.offload == "none":
         return Room()
-    # a schedule with several stages a rank needs their number before stages are dealt
+    # some schedules (a V) have several stages on each rank by definition
     if lay.pp > 1 and lay.chunks == 1:
         lay = lay.with_(chunks=KINDS[lay.schedule].stages_per_rank)
     layers = stage_layers(shape, lay)
@@ -39,7 +39,10 @@ def decoder_room(step: StepContext) -> Room:
 
 
 def traced_room(ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States) -> Room:
-    """Returns the `Room` of one host: bytes that its ranks keep in each tier; `ranks`: those that differ."""
+    """Returns the `Room` of one host for a traced module; empty without offload.
+
+    ranks   the `Model` of each rank that differs; `states`: bytes per parameter
+    """
     if layout.offload == "none":
         return Room()
     by_rank = []

@@ -1,7 +1,7 @@
-"""Parts of a decoder's step: a layer with its messages, reductions, the update. A new one: also quick, costs/.
+"""Seconds of the parts of a decoder's step: layers with their messages, reductions, the update. A new part: also quick.
 
-layer        kernels of costs/block.py, plus communication that its own compute does not hide
-data ranks   reductions and gathers on a stream of their own (events.py): what sticks out is exposed
+layer        kernels of costs/block.py, plus exposed communication (the time that its own compute does not hide)
+data ranks   exposed time of reductions and gathers on a stream of their own (events.py)
 optimizer    the bytes that it reads and writes
 """
 
@@ -25,22 +25,22 @@ from shardwise.layout.offload import weights_on_host
 from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 
-# A step takes longer than its kernels: the slowest of the devices, clocks, gaps. One constant for all, the median
-# of published files' medians (1.082); the benchmark of forecasts prints what it is without the file that it scores
+# Factor on the seconds of all parts, for the slowest device, clocks and gaps between kernels: the median of published
+# files' medians (1.082); the benchmark of forecasts prints its value without the file that is scored
 GAPS = 1.08
-# torch's own AdamW goes over all tensors op by op, ten times: 84 bytes for each parameter where one kernel moves 32
+# torch's own AdamW runs ten ops over all tensors, which move 84 bytes per parameter; a fused kernel moves 32
 FOREACH = 84 / 32
 
 
 @dataclass
 class StageTimes:
-    """Seconds of one model stage on one micro-batch; `exposed` and `recompute` are contained in the others."""
+    """Seconds of one model stage, or a part of one, on one micro-batch."""
 
     forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0  # of gradients of weights; `backward` is of those of inputs
-    exposed: float = 0.0  # messages that nothing hides
-    recompute: float = 0.0
+    backward: float = 0.0  # gradients of inputs, with recompute
+    weight: float = 0.0  # gradients of weights
+    exposed: float = 0.0  # waiting for messages, included in the above
+    recompute: float = 0.0  # included in `backward`
 
     def times(self, count: float) -> StageTimes:
         """Returns the times of `count` such stages one after another: each field times `count`."""
@@ -52,13 +52,13 @@ class StageTimes:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of forward and of backward, gradients of inputs and of weights."""
+        """Returns the seconds of forward plus both parts of backward."""
         return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of one layer, of one dense layer in front of those with experts, of embedding (first) and head (last)."""
+    """Times of one layer, of one dense layer before those with experts, of the embedding (first) and head (last)."""
 
     layer: StageTimes
     dense: StageTimes
@@ -66,18 +66,18 @@ class LayerTimes:
     last: StageTimes
 
     def of(self, layers: float, dense: float = 0.0) -> StageTimes:
-        """Returns the times of `layers` layers, `dense` of them the dense ones in front."""
+        """Returns the times of `layers` layers, of which `dense` are dense layers before those with experts."""
         return self.layer.times(layers - dense).plus(self.dense.times(dense))
 
 
 def layer_times(step: StepContext) -> LayerTimes:
-    """Returns the seconds of each kind of layer of a model under a layout."""
+    """Returns the times of each kind of layer of the step's model and layout."""
     block = BlockCosts(step.shape, step.layout, step.software, step.kernels)
     layer = step.timed(block.layer())
     front = replace(block, shape=step.shape.in_front) if step.shape.dense_layers else None
     dense = step.timed(front.layer()) if front else layer
     last = head = step.timed(block.head())
-    # each prediction further ahead has a layer and a head of its own
+    # each further token that is predicted has a layer and a head of its own
     if step.shape.ahead:
         last = head.plus(layer.plus(step.timed(block.joined())).plus(head).times(step.shape.ahead))
     return LayerTimes(layer, dense, step.timed(block.embedding()), last)
@@ -85,7 +85,7 @@ def layer_times(step: StepContext) -> LayerTimes:
 
 @dataclass(frozen=True)
 class StepContext:
-    """The inputs of a simulation: model, layout, cluster, software."""
+    """The inputs of a simulation; `precision`: "bf16", or "fp32" for products in float32."""
 
     shape: Shape
     layout: Layout
@@ -104,10 +104,10 @@ class StepContext:
         return Wire(self.cluster, self.layout.world_size)
 
     def group(self, axis: str) -> RankGroup:
-        """Returns size and stride of "tp", "ulysses", "cp", "ep", "data" (what ZeRO shards over), "pp", "replicas".
+        """Returns the group of "tp", "ulysses", "cp", "ep", "data" (ranks over which ZeRO shards), "pp", "replicas".
 
-        tp is innermost, then ulysses, cp, shard, pp, replicas. Megatron's experts have ranks of their own, neighbours
-        whatever tp is (parallel folding, arXiv:2504.14960).
+        tp is innermost, then ulysses, cp, shard, pp, replicas. Megatron's ranks of ep are neighbours whatever tp is
+        (parallel folding, arXiv:2504.14960).
         """
         lay = self.layout
         inner = lay.tp * lay.split_sequence
@@ -126,7 +126,7 @@ class StepContext:
         group = self.group(message.axis)
         if message.op == "ring":
             share = (group.size - 1) / group.size * message.size_bytes
-            far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
+            far = (group.size - 1) * group.stride  # the slowest link is the one from the last rank to the first
             return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
         # one hop over the slowest link, as in a ring
         if message.op == "pass":
@@ -137,17 +137,20 @@ class StepContext:
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
 
     def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
-        """Returns (seconds that compute waits, seconds that it is slowed); `beside`: seconds that can hide messages."""
+        """Returns (seconds that compute waits for `messages`, seconds by which they slow compute down).
+
+        beside  seconds of compute that can hide messages
+        """
         open_s = sum(self.seconds(m) for m in messages if not m.hidden)
         hidden = sum(self.seconds(m) for m in messages if m.hidden and m.share == 1)
-        # those that must be over before the next part of the compute can begin
+        # messages that have to be complete after a share of the compute
         parts = [(self.seconds(m), m.share * beside) for m in messages if m.hidden and m.share < 1]
         late = max(0.0, hidden - beside) + sum(max(0.0, seconds - window) for seconds, window in parts)
         slowed = min(hidden, beside) + sum(min(part) for part in parts)
         return open_s + late, CONTENTION * min(slowed, beside)
 
     def timed(self, times: BlockTimes) -> StageTimes:
-        """Returns the seconds of a part of the step with its exposed messages."""
+        """Returns the `StageTimes` of a block's times and messages, with exposed communication and the host's limit."""
         if self.software.overlap_ep:
             times = self._beside_experts(times)
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
@@ -158,7 +161,7 @@ class StepContext:
         again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
         backward = times.backward_input + times.recompute + back_waits + back_slowed + again + again_slowed
         return StageTimes(
-            max(times.forward + waits + slowed, times.host.forward / GAPS),  # iterations that were measured have gaps
+            max(times.forward + waits + slowed, times.host.forward / GAPS),  # host times were measured with gaps
             max(backward, times.host.backward / GAPS - times.backward_weight),
             times.backward_weight,
             waits + back_waits + again,
@@ -166,16 +169,17 @@ class StepContext:
         )
 
     def _beside_experts(self, times: BlockTimes) -> BlockTimes:
-        """Returns a block's times where rows of experts travel beside another micro-batch.
+        """Returns a block's times if tokens travel to experts during compute of another micro-batch (`overlap_ep`).
 
-        The part of the device that sends them does not compute meanwhile; what does not fit beside is waited for.
-        Source: DeepSeek-AI 2024, section 3.2.
+        Multiprocessors that send do not compute meanwhile, so compute is slower. Messages of ep keep only the bytes for
+        which compute is too short. Source: DeepSeek-AI 2024, section 3.2.
         """
         share = self.software.overlap_ep
         sent = [m for m in times.forward_messages + times.backward_messages if m.axis == "ep"]
         seconds, computes = sum(self.seconds(m) for m in sent), times.forward + times.backward
         if not sent:
             return times
+        # sending takes `share` of the multiprocessors for as long as it lasts
         slower = 1 + min(1.0, seconds / computes) * share / (1 - share)
         open_part = max(0.0, 1 - slower * computes / seconds)
 
@@ -195,9 +199,14 @@ def finished(
     step: StepContext, parts: dict[str, float], memory: list[MemoryLedger], exposed: dict[str, float],
     bubble: float = 0.0,
 ) -> Forecast:  # fmt: skip
-    """Returns the forecast of a step made of these parts (name -> seconds), a device's gaps added."""
+    """Returns the forecast of a step, with `GAPS` added on an accelerator.
+
+    parts    {name: seconds of the busiest rank}; `memory`: a ledger for each stage
+    exposed  {axis: seconds of exposed communication}; `bubble`: share of the pipeline's time
+    """
     lay = step.layout
     tokens = lay.global_batch * lay.seq
+    # GAPS was found on published runs, all of them on accelerators
     gaps = 1.0 if step.cluster.device.kind == "cpu" else GAPS
     parts = {**parts, "slowest device, clocks and gaps": (gaps - 1) * sum(parts.values())}
     return Forecast(
@@ -216,11 +225,11 @@ def finished(
 
 
 def updated(step: StepContext, parameters: dict[str, float]) -> float:
-    """Returns the number of parameters that a rank updates."""
+    """Returns the number of parameters that a rank updates; `parameters`: {kind: count} as in `stage_parameters`."""
     total = 0.0
     for kind, count in parameters.items():
         ranks = float(step.layout.shard_ranks) if step.layout.sharded.state else 1.0
-        # ep deals experts over data and tp ranks, so fewer of these hold the same ones
+        # ep deals experts over data and tp ranks, so fewer ranks hold the same ones and shard them
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
@@ -228,7 +237,7 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
 
 
 def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
-    """Returns a remark where the host, which starts `ops` ops, is slower than their `seconds`; else {}."""
+    """Returns {"host": remark} if starting `ops` ops takes the host as long as their `seconds`; else {}."""
     if not kernels.host_s or seconds > 1.001 * kernels.host_s * ops:
         return {}
     how = "assumed" if kernels.device.op_us is None else "measured"
@@ -253,7 +262,10 @@ def _offloaded(step: StepContext, count: float) -> Offloaded:
 
 
 def crossing(step: StepContext, count: float) -> float:
-    """Returns the seconds in which shards of `count` weights come from the host, or gradients go; 0 on the device."""
+    """Returns the seconds in which a rank's shards of `count` weights cross from the host; 0 if none lie there.
+
+    Their gradients take as long on the way back.
+    """
     if not weights_on_host(step.layout.offload):
         return 0.0
     size = count * STATES[step.software.states].held / step.layout.shard_ranks
@@ -261,15 +273,15 @@ def crossing(step: StepContext, count: float) -> float:
 
 
 def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
-    """Returns the seconds of the update on one rank.
+    """Returns the seconds of the optimizer's update on one rank; `parameters`: {kind: count} of the rank.
 
     Each byte of state is read and written, gradients are read twice (norm and update), and buffers into which products
-    add them are set to zero.
+    add gradients are set to zero.
     """
     policy = STATES[step.software.states]
     total = updated(step, parameters)
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
-    moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
+    moved += policy.weight + policy.master if policy.master else 0  # masters are read again to make the weights
     moved += coding_bytes(policy, step.layout)
     zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
     seconds = step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
@@ -277,7 +289,7 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
 
 
 def sharing(step: StepContext, kind: str) -> RankGroup:
-    """Returns the group of data ranks with the same parameters of a kind: of experts, those dealt the same ones."""
+    """Returns the group of data ranks that hold the same parameters of a kind ("dense" or "experts")."""
     data, lay = step.group("data"), step.layout
     if kind == "experts" and lay.ep > 1:
         return RankGroup(max(1, data.size * lay.tp // lay.ep), lay.ep)
@@ -285,7 +297,7 @@ def sharing(step: StepContext, kind: str) -> RankGroup:
 
 
 def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: float) -> tuple[float, float]:
-    """Returns seconds of (gradient reduction, weight gathering) in a step without ZeRO-3, for `layers` layers."""
+    """Returns seconds of one (reduction of gradients, all-gather of weights) of `parameters` in `layers` layers."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
     replicas = step.group("replicas")
@@ -296,6 +308,7 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
         if lay.sharded.state:
             reduce_s += wire.pieces("reduce_scatter", group, grads, n)
             reduce_s += wire.pieces("all_reduce", replicas, grads / max(1, group.size), n)
+            # weights travel in 16 bits, whatever the masters have
             gather_s += wire.pieces("all_gather", group, count * 2.0, n)
         else:
             reduce_s += wire.all_reduce(group, replicas, grads, n)
@@ -303,7 +316,7 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
 
 
 def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) -> int:
-    """Returns in how many pieces a backward over `layers` layers can overlap with sending their gradients, at most."""
+    """Returns the number of messages, at most one a layer, by which gradients' reduction overlaps with backward."""
     lay = step.layout
     counts = (
         step.software.pieces(count, sharing(step, kind).size * lay.replicas, layers, lay.sharded)
@@ -313,7 +326,10 @@ def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) 
 
 
 def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
-    """Returns the exposed seconds of communication that follows `window` seconds of compute bucket by bucket."""
+    """Returns the exposed seconds of communication of `seconds`, sent bucket by bucket during `window` s of compute.
+
+    overlap  whether it may overlap at all
+    """
     if seconds <= 0:
         return 0.0
     # a single bucket is full only when backward ends

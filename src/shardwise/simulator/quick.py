@@ -1,7 +1,7 @@
-"""Estimate a decoder's layout in microseconds of work, with the same parts as step: a search prunes by it.
+"""`Estimator`: a quick estimate of a decoder's step and memory under a layout, by which a search prunes.
 
-The same parts as `step.py`, with closed forms for bubbles and with data-parallel communication that hides perfectly
-where the software overlaps it; so a little below the simulation, never far above.
+It adds up the same parts as `step.py`, with closed forms for bubbles and perfect overlap of data-parallel
+communication if the software overlaps it. So it is a little below the simulation, and never far above.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from shardwise.simulator.stages import dense_of, stage_layers
 
 
 class Estimator:
-    """Estimates layouts of one model on one cluster; what layouts have in common is computed once."""
+    """Estimates layouts of one model on one cluster, and caches times that layouts share."""
 
     def __init__(self, shape: Shape, cluster: Cluster, software: Software) -> None:
         self.shape, self.cluster, self.software = shape, cluster, software
         self._parts = lru_cache(maxsize=4096)(self._compute_parts)
 
     def memory(self, layout: Layout) -> MemoryLedger:
-        """Returns the memory terms of the rank that needs most."""
+        """Returns the memory of the rank that allocates most."""
         layers = stage_layers(self.shape, layout)
         dense = dense_of(self.shape, layers)
         per_rank, fronts = ([sum(by_stage[r :: layout.pp]) for r in range(layout.pp)] for by_stage in (layers, dense))
-        # of ranks that hold the same the first keeps most micro-batches; the second has no embedding, the last the loss
+        # of ranks with the same layers the first one keeps the most micro-batches, so one rank of each kind is enough,
+        # besides the first (with the embedding) and the last (with the loss)
         kinds = list(zip(per_rank, fronts, strict=True))
         ends = {0, layout.pp - 1, *(kinds.index(kind, 1) for kind in set(kinds[1:]))}
         return max(
@@ -56,7 +57,7 @@ class Estimator:
     def seconds(self, layout: Layout) -> float:
         """Returns the estimated seconds of a step under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
-        many = 2 if layout.n_micro * layout.rounds > 1 else 1  # a layer's time asks only whether there are several
+        many = 2 if layout.n_micro * layout.rounds > 1 else 1  # a layer's time depends only on one or several
         # fields that do not change a layer's time are reset, so that layouts share the cached parts
         key = layout.with_(
             pp=1, chunks=1, shard=2 if layout.sharded.gradients else 1, replicas=1, n_micro=many,
@@ -70,7 +71,7 @@ class Estimator:
         every = n * layout.rounds
         ends = [parts.first.seconds, parts.last.seconds]
         held = [(sum(layers[r::p]), sum(dense[r::p])) for r in range(p)]
-        of_kind = {kind: parts.of(*kind).seconds for kind in set(held)}  # most ranks have as many layers as others
+        of_kind = {kind: parts.of(*kind).seconds for kind in set(held)}  # computed once for ranks with equal layers
         layers_s = [of_kind[kind] for kind in held]
         # rounds is 1 here
         if p == 1:
@@ -79,10 +80,10 @@ class Estimator:
             work = [h + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(layers_s)]
             bubble = (p - 1) * min(work) / v * KINDS[layout.schedule].bubble
             seconds = layout.rounds * (n * max(work) + bubble)
-        front = self.shape.dense_layers if p == 1 else 0  # under a pipeline an average stage is taken, without them
+        front = self.shape.dense_layers if p == 1 else 0  # with a pipeline an average stage, without dense layers
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
-        # zero=3: weights and gradients pass beside compute, where the software asks for units ahead
+        # zero=3: messages overlap with compute only if the software gathers units ahead
         if layout.sharded.weights:
             gathered = 1 if whole_in_pipeline(self.software, layout) else every
             wire = gathered * layout.sharded.gathers * gather_s

@@ -1,4 +1,4 @@
-"""Time that replicas and ZeRO add to a step: of traced modules, and `play_units` (ZeRO-3) for decoders' stages too."""
+"""Seconds that replicas and ZeRO add to a traced module's step; `play_units` (ZeRO-3) serves decoders' stages too."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardwise.costs.wire import RankGroup, Wire
 from shardwise.simulator.counted import Model
 from shardwise.simulator.events import StreamOp, run
 
-FORWARD_SHARE = 1 / 3
+FORWARD_SHARE = 1 / 3  # of a micro-batch's seconds
 
 
 def data_seconds(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """Returns (seconds that data ranks add to a step, timeline of ZeRO-3 or []). `micro`: seconds of a micro-batch.
+    """Returns (exposed seconds of data ranks' collectives in a step, timeline of ZeRO-3 or []).
 
-    What sending in buckets adds is among what a probe measures of this package.
+    micro  seconds of a micro-batch's compute; the timeline has (stream, name, start s, end s)
     """
-    count, inside = model.trained - model.small.experts, layout.tp  # ranks of tp lie inside
+    count, inside = model.trained - model.small.experts, layout.tp  # ranks of tp are neighbours
     shard, replicas = (
         RankGroup(layout.shard_ranks, inside),
         RankGroup(layout.replicas, layout.shard_ranks * layout.pp * inside),
@@ -31,12 +31,12 @@ def data_seconds(
     if layout.gradient_ranks == 1:
         return 0.0, []
     if layout.sharded.weights:
-        if layout.pp > 1:  # what is gathered is part of each stage's ops
+        if layout.pp > 1:  # gathers are counted with each stage's ops (simulator/cut)
             return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
     n, pieces = 1, max(1, len(model.units))
-    # on a probed device the cost of single messages is among the overheads
+    # a probe's overheads include the cost of sending in several buckets
     if not wire.cluster.device.overheads:
         n = software.pieces(count, layout.gradient_ranks, pieces, layout.sharded)
         pieces = min(n, pieces)
@@ -53,21 +53,22 @@ def data_seconds(
 
 
 def on_cores(wire: Wire) -> bool:
-    """Whether collectives run on the very cores that compute, so that nothing hides behind them."""
+    """Whether collectives run on the cores that compute (a CPU), so that they cannot overlap with compute."""
     return wire.cluster.device.kind == "cpu"
 
 
 def _gathered(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: RankGroup, replicas: RankGroup
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """Returns (seconds, timeline) of all micro-batches under ZeRO-3; compute is dealt to units by their parameters.
+    """Returns (seconds, timeline) of a step's micro-batches under ZeRO-3, compute and collectives together.
 
-    What lies in no unit is gathered before the first of them in forward and in backward, and scattered after the last.
+    Each unit computes in proportion to its parameters. Weights in no unit are gathered before the first unit in forward
+    and in backward, and their gradients reduced after the last.
     """
     units = model.units or [model.small.parameters]
     rest = max(0, model.small.parameters - sum(units))
     link = Sharded(wire, states, shard, layout.sharded.gathers, model.trained / max(1, model.small.parameters))
-    # two micro-batches are played and scaled to all
+    # two micro-batches are simulated, and their seconds scaled to all
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
     for _ in range(times):
@@ -83,9 +84,10 @@ def play_units(
     ops: list[StreamOp], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
     *, stream: str = "data",
 ) -> None:  # fmt: skip
-    """Appends a pass through units to `ops`: weights are gathered one unit ahead, gradients scattered behind.
+    """Appends a forward or backward through units to `ops`: gathers run one unit ahead, gradients are reduced after.
 
-    compute, gathers, scatters  seconds of each unit; `scatters` is [] in a forward; `stream` takes the messages
+    compute, gathers, scatters  seconds of each unit, in the order of the pass; `scatters`: [] in a forward
+    stream  name of the stream on which gathers and scatters run
     """
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []
@@ -94,7 +96,7 @@ def play_units(
     for index, seconds in enumerate(compute):
         ops.append(StreamOp(f"unit {index}", "compute", seconds, [here]))
         last = len(ops) - 1
-        if index + 1 < len(compute):  # the next unit is asked for before this one's gradients leave
+        if index + 1 < len(compute):  # FSDP2 gathers the next unit before it reduces this one's gradients
             ops.append(StreamOp(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
             here = len(ops) - 1
         computed.append(last)
@@ -104,10 +106,10 @@ def play_units(
 
 @dataclass(frozen=True)
 class Sharded:
-    """Weights gathered over a group one unit ahead, gradients scattered behind.
+    """Computes seconds of ZeRO-3's collectives over the group `shard`.
 
-    gathers  of each weight in a micro-batch: before its forward, and before its backward where it was freed
-    trained  share of the weights that have gradients, taken to be the same in each unit
+    gathers  number of gathers of each weight in a micro-batch: 1 before forward, 2 if also before backward
+    trained  share of the weights that have gradients, assumed to be the same in each unit
     """
 
     wire: Wire
@@ -122,12 +124,12 @@ class Sharded:
         return self.wire.collective("all_gather", self.shard, count * self.states.weight) + copied
 
     def scatter(self, count: float) -> float:
-        """Returns seconds to reduce-scatter the gradients of `count` weights."""
+        """Returns seconds to reduce-scatter the gradients of `count` weights and copy them into the buffer."""
         size = count * self.trained * self.states.on_wire
         return self.wire.collective("reduce_scatter", self.shard, size) + 2 * size / self.wire.bandwidth
 
     def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
-        """Appends to `ops` one pass through units of these sizes (parameters), which computes for `seconds` in all."""
+        """Appends to `ops` one forward, or backward (`back`), through `units` (parameters of each), of `seconds`."""
         total, times = max(1, sum(units)), self.gathers - 1 if back else 1
         play_units(
             ops, [seconds * count / total for count in units], [times * self.gather(count) for count in units],
@@ -136,7 +138,10 @@ class Sharded:
         )  # fmt: skip
 
     def op_seconds(self, units: Sequence[float], seconds: float, *, back: bool) -> float:
-        """Returns seconds of one forward (or `back`ward) of a stage that computes for `seconds`, with its gathers."""
+        """Returns seconds of a stage's forward, or backward (`back`), with its gathers and reductions.
+
+        units  parameters of each unit; `seconds`: of its compute
+        """
         if not units:
             return seconds
         ops: list[StreamOp] = []

@@ -1,7 +1,7 @@
-"""One step of a decoder's pipeline, zero=3's gathers too: the schedule's table played stage by stage (pipeline).
+"""The forecast of a decoder's step under a pipeline, by its schedule's table of ops (`pipelined`).
 
-Under ZeRO-2 every backward of a stage is followed by the reduction of its gradients, under ZeRO-3 every forward and
-backward by the gathering of its weights too, as in `parallel/flat.py` and `parallel/full.py`: for each micro-batch.
+For each micro-batch ZeRO-2 reduces a stage's gradients after its backward, and ZeRO-3 also gathers its weights for
+forward and for backward, as in `parallel/flat.py` and `parallel/full.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from shardwise.simulator.parts import (
 from shardwise.simulator.pipeline import live_layers, play_all, stages_of
 from shardwise.simulator.sharded import play_units
 
-# Megatron's batched send and receive ends in a device synchronise: the queue of kernels runs empty and is filled again
-BLOCKED_US = 400.0  # (assumed)
+# Microseconds of each blocking send: Megatron's batched send and receive ends in a device synchronise, after which the
+# empty queue of kernels has to be filled again (assumed)
+BLOCKED_US = 400.0
 
 
 def stage_layers(shape: Shape, layout: Layout) -> list[float]:
-    """Returns the layers of each model stage: as given, or even; the remainder goes to the stages in the middle.
+    """Returns the number of layers of each stage: `layout.stage_layers`, or even with the remainder in the middle.
 
-    Those that predict further ahead stand on the last one, and count there.
+    Layers that predict further tokens (`shape.ahead`) are on the last stage. They count when layers are dealt evenly,
+    but are not included in the numbers returned.
     """
     stages = layout.pp * layout.chunks
     if layout.stage_layers:
@@ -47,13 +49,16 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
 
 
 def dense_of(shape: Shape, layers: list[float]) -> list[float]:
-    """Returns, by stage, how many of its layers are dense ones in front of those with experts."""
+    """Returns for each stage the number of its layers that are among the model's first dense layers.
+
+    layers  as `stage_layers` returns them
+    """
     before = [sum(layers[:index]) for index in range(len(layers))]
     return [max(0.0, min(n, shape.dense_layers - b)) for n, b in zip(layers, before, strict=True)]
 
 
 def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
-    """Returns the forecast of a step under a pipeline: stages' seconds and sends played by the schedule."""
+    """Returns the forecast of a step under a pipeline; `times`: seconds of the model's kinds of layers."""
     lay, shape = step.layout, step.shape
     # some schedules (a V) have several stages on each rank by definition
     if lay.chunks == 1:
@@ -70,7 +75,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
         [getattr(stage, name) for stage in by_stage] for name in ("forward", "backward", "weight", "exposed")
     )
     waits = _data_waits(step, layers, dense, forward, backward, weight)
-    # a rank of tp sends its share of the positions (sp), or a cut of what all of them have
+    # a rank of tp sends its own positions (sp), its shard of the message (split_sends), or all of it
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
     distance = step.group("pp").stride
     home = [owner * distance for owner in owner]
@@ -79,7 +84,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
     played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
-    # with unequal stages, the number of micro-batches in flight does not determine the bytes
+    # if a rank's stages are unequal, live layers have to be counted, not micro-batches
     unlike = [len({layers[stage] for stage in mine}) > 1 for mine in mine_of]
     live = live_layers(played, layers, lay.pp) if any(unlike) else []
     for rank in range(lay.pp):
@@ -94,7 +99,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
         )  # fmt: skip
         parameters = stage_parameters(shape, lay, layers_here, first=first, last=last, dense=front)
         data = _once(step, parameters, layers_here, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
-        # the tied matrix lies on the first and the last stage, which sum its gradients
+        # a tied matrix is on the first and the last stage, which all-reduce its gradients
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
                 "all_reduce", RankGroup(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
@@ -123,20 +128,23 @@ def _data_waits(
     step: StepContext, layers: list[float], dense: list[float],
     forward: list[float], backward: list[float], weight: list[float],
 ) -> list[float]:  # fmt: skip
-    """Adds each stage's wait for its data ranks in a micro-batch to its seconds; returns these waits, by stage."""
+    """Adds each stage's seconds of waiting for data ranks in a micro-batch to `forward` and `weight`, in place.
+
+    Returns these waits by stage. The lists have one entry for each stage.
+    """
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
-    # gradients are summed once in a step (`_once`), and no micro-batch waits
+    # gradients are reduced once in a step (`_once`), so no micro-batch waits
     if not lay.sharded.gradients or whole_in_pipeline(soft, lay):
         return waits
-    inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
+    inner = replace(step, layout=lay.with_(replicas=1))  # replicas reduce once in a step
     for stage, (count, front) in enumerate(zip(layers, dense, strict=True)):
         own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / count if count else 0.0)
         scatter, gather = reduction_seconds(inner, own, 1.0)
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
         units = max(1, round(count))
-        # zero=2: no weights are gathered, and gradients follow the backward that makes them
+        # zero=2 gathers no weights, and reduces gradients after the backward that makes them
         if lay.sharded.flat:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
             waits[stage] = beside(window, count * scatter + end_scatter, units, soft.overlap_dp)
@@ -155,7 +163,10 @@ def _data_waits(
 
 
 def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahead: bool) -> float:
-    """Returns the seconds that gathering and scattering `units` units add to a forward or backward of `seconds`."""
+    """Returns the seconds that gathers and scatters add to a forward or backward of `seconds`.
+
+    units, gather, scatter  number of units, seconds for each; `ahead`: whether the next unit's gather overlaps
+    """
     if not ahead:
         return units * (gather + scatter)
     ops: list[StreamOp] = []
@@ -164,14 +175,17 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
 
 
 def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
-    """Returns the seconds of data ranks' messages, once in a step, that one backward and one forward do not hide."""
+    """Returns the exposed seconds of a stage's once-a-step messages of data ranks.
+
+    parameters, layers  of the stage on one rank; `backward`, `forward`: seconds of a micro-batch that can hide messages
+    """
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)
     whole = whole_in_pipeline(step.software, lay)
     if not lay.sharded.gradients or whole:
         reduced = beside(backward, reduce_s, buckets, overlap and not whole)
-    else:  # over dp_shard they were summed by then
+    else:  # the sum over dp_shard is part of each micro-batch (`_data_waits`)
         reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters, layers)[0]
-    ahead = step.software.overlap_gathers or whole  # fully_shard asks for the next unit while one computes
+    ahead = step.software.overlap_gathers or whole  # fully_shard gathers one unit ahead
     return reduced + (beside(forward, gather_s, buckets, ahead) if not lay.sharded.weights or whole else 0.0)

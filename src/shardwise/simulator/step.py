@@ -1,4 +1,4 @@
-"""`simulate`: time and memory of a decoder's step from shape, layout and cluster. Of a traced module: traced, cut."""
+"""`simulate`: the forecast of a decoder's step from its shape, layout and cluster. Of a traced module: traced, cut."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ from shardwise.simulator.parts import (
 )
 from shardwise.simulator.stages import pipelined
 
-PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last
+PLAYED = 4  # micro-batches of a ZeRO-3 step that are simulated; further ones take as long as the last
 
 
 def simulate(
     shape: Shape, layout: Layout, cluster: Cluster, software: Software, *, precision: str = "bf16"
 ) -> Forecast:
-    """Returns the forecast of one optimizer step of a decoder, from its shape alone; nothing runs."""
+    """Returns the forecast of one optimizer step of a decoder, computed from its shape; nothing runs.
+
+    precision  "bf16", or "fp32" for products in float32
+    """
     step = StepContext(shape, layout, cluster, software, precision)
     block = BlockCosts(shape, layout, software, step.kernels)
     times = layer_times(step)
@@ -59,7 +62,7 @@ def simulate(
     layer, layers = block.layer(), shape.layers / layout.pp
     computes = layer.forward + layer.backward_input + layer.backward_weight
     forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)
-    # the host starts a layer's ops as slowly as the device computes them, or more slowly
+    # then the host, which starts a layer's ops, is the limit and not the device
     if sum(layer.host) > times.layer.seconds * 0.999 * GAPS:
         forecast.basis["host"] = HOST_BASIS.format(1e3 * sum(layer.host))
     if layout.cp > 1:
@@ -71,7 +74,7 @@ def simulate(
 
 
 def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
-    """Returns the forecast of a step without a pipeline: micro-batches in turn, then reductions and update."""
+    """Returns the forecast of a step without a pipeline: micro-batches one by one, then reductions and update."""
     lay, shape = step.layout, step.shape
     dense = shape.dense_layers
     parameters = stage_parameters(shape, lay, shape.layers, first=True, last=True, dense=dense)
@@ -87,6 +90,7 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
     if lay.sharded.weights:
         total, timeline = _gathered(step, times)
         data = max(0.0, total - n * compute)
+    # replicas and ZeRO 1 and 2: gradients overlap with backward, gathered weights with the next forward
     else:
         reduce_s, gather_s = reduction_seconds(step, parameters, shape.layers)
         overlap, pieces = step.software.overlap_dp, sent_beside(step, parameters, shape.layers)
@@ -105,20 +109,20 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
 
 
 def _gathered(step: StepContext, times: LayerTimes) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """Returns (seconds, timeline) of all micro-batches under ZeRO-3, with one stream of collectives."""
+    """Returns (seconds, timeline) of all micro-batches under ZeRO-3; timeline: (stream, name, start s, end s)."""
     lay = step.layout
     played = min(lay.n_micro, PLAYED)
     ops = _zero3_ops(step, times, played)
     seconds = run(ops)
     if lay.n_micro > played:
-        # the difference is one steady micro-batch, without the start of the first and the end of the last
+        # the difference is one micro-batch in the middle, without the start of the first and the end of the last
         shorter = run(_zero3_ops(step, times, played - 1))
         seconds += (lay.n_micro - played) * (seconds - shorter)
     return seconds, [(op.stream, op.name, op.start, op.end) for op in ops]
 
 
 def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[StreamOp]:
-    """Returns the ops of a step under zero=3, without a pipeline."""
+    """Returns the ops of `n_micro` micro-batches under zero=3 without a pipeline."""
     played = _Zero3(step, times)
     for micro in range(n_micro):
         played.forward(micro)
@@ -127,9 +131,11 @@ def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[Strea
 
 
 class _Unit(NamedTuple):
-    """Seconds to gather a unit's weights; to sum its gradients (of a micro-batch, of the last one).
+    """Seconds of a ZeRO-3 unit's messages.
 
-    crosses  those in which its shards come from the host before, and gradients go there after; 0 where they lie here
+    gather   all-gather of its weights
+    scatter  (reduction of its gradients in any micro-batch but the last, in the last one)
+    crosses  copy of its shards from the host before a gather, or of gradients to the host; 0 if they are on the device
     """
 
     gather: float
@@ -138,7 +144,7 @@ class _Unit(NamedTuple):
 
 
 class _UnitLinks:
-    """Computes a unit's seconds of gathering and scattering from its parameters by kind."""
+    """Computes the `_Unit` of any unit from its parameters."""
 
     def __init__(self, step: StepContext):
         self.step, self.whole = step, 4.0 if step.precision == "fp32" else 2.0
@@ -146,14 +152,14 @@ class _UnitLinks:
         self.copies = self.pieces * step.group("data").size * step.software.copies_us * 1e-6
 
     def gather(self, counts: dict[str, float]) -> float:
-        """Returns seconds until all ranks have the unit's whole weights."""
+        """Returns the seconds to all-gather a unit's weights; `counts`: {kind: parameters on a rank of tp}."""
         sizes = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
         return self.copies + self.pieces * sum(
             self.step.wire.collective("all_gather", group, size) for group, size in sizes
         )
 
     def scatter(self, counts: dict[str, float], last_micro: bool) -> float:
-        """Returns seconds until each rank has its summed gradients, over replicas too after the last micro-batch."""
+        """Returns the seconds to reduce a unit's gradients, after the last micro-batch over replicas too."""
         wire, replicas, seconds = self.step.wire, self.step.group("replicas"), self.copies
         for group, count in self._by_group(counts).items():
             grads = count * self.step.software.grad_reduce_bytes
@@ -162,7 +168,7 @@ class _UnitLinks:
         return seconds
 
     def of(self, counts: dict[str, float]) -> _Unit:
-        """Returns the `_Unit` (seconds of its messages) with these numbers of parameters by kind."""
+        """Returns the `_Unit` of {kind: parameters on a rank of tp}."""
         early = 0.0 if self.step.software.sums_once else self.scatter(counts, False)
         return _Unit(self.gather(counts), (early, self.scatter(counts, True)),
                      crossing(self.step, sum(counts.values())))  # fmt: skip
@@ -189,18 +195,18 @@ class _Zero3:
         parameters = shape.embedding_parameters + shape.head_parameters + shape.norm_parameters
         parameters += shape.ahead * (shape.layer_parameters + shape.joined_parameters)
         self._root = links.of({"dense": parameters / step.layout.tp})
-        self._computed: list[int] = []  # of this micro-batch, one for each unit
-        self._last = -1  # what was computed last
+        self._computed: list[int] = []  # indexes of this micro-batch's compute ops, by unit
+        self._last = -1  # index of the last compute op
 
     def forward(self, micro: int) -> None:
-        """Append to `ops` the forward of a micro-batch: embedding, layers with their gathers, head and loss."""
+        """Appends to `ops` the forward of micro-batch `micro`: embedding, layers with their gathers, head and loss."""
         # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
         root = self._gather(f"root {micro}", self._root, before)
         last = self._add(f"embedding {micro}", "compute", self._times.first.forward, root)
         for index in range(self._step.shape.layers):
-            # at most two units are whole at a time: a gather waits until the one before last has computed
+            # at most two units are gathered at a time, so a gather waits until the unit before last has computed
             ahead = self._computed[-2] if len(self._computed) >= 2 else None
             wait = ahead if self._prefetch != "none" else last
             got = self._gather(f"{index}", self._unit(index), wait)
@@ -210,18 +216,21 @@ class _Zero3:
         self._computed.append(self._last)
 
     def backward(self, micro: int, *, last_micro: bool) -> None:
-        """Append to `ops` the backward of a micro-batch: layers with their gathers and scatters, embedding."""
+        """Appends to `ops` the backward of micro-batch `micro`: layers with gathers and reductions, embedding.
+
+        last_micro  whether it is the step's last, after which gradients are reduced over replicas too
+        """
         lay, last = self._step.layout, self._last
-        # for the recomputed forward, and again for backward where the software frees the weights in between
+        # some software frees weights between the recomputed forward and backward, and gathers them twice
         again = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
         gathers = again * (lay.sharded.gathers - 1)
-        here: int | None = None  # the last layer is still whole
+        here: int | None = None  # the last layer is still gathered
         for index in reversed(range(self._step.shape.layers)):
             own = self._time(index)
             last = self._add(f"backward {index}.{micro}", "compute", own.backward + own.weight, here, last)
             wait = self._computed[-1] if self._prefetch != "none" else last
             self._computed.append(last)
-            if self._prefetch != "before":  # one stream: the next gather stands behind these gradients
+            if self._prefetch != "before":  # the next gather queues behind these gradients on one stream
                 self._scatter(f"{index}", self._unit(index), last_micro, last)
             for _ in range(gathers if index else 0):
                 here = self._gather(f"{index - 1}", self._unit(index - 1), wait)
@@ -237,7 +246,7 @@ class _Zero3:
 
     def _scatter(self, name: str, unit: _Unit, last_micro: bool, last: int) -> None:
         summed = self._add(f"scatter {name}", "data", unit.scatter[last_micro], last)
-        if unit.crosses and (last_micro or self._step.layout.replicas == 1):  # else the sum over replicas is to come
+        if unit.crosses and (last_micro or self._step.layout.replicas == 1):  # else they wait for the sum over replicas
             self._add(f"gradients {name}", "to the host", unit.crosses, summed)
 
     def _add(self, name: str, stream: str, seconds: float, *after: int | None) -> int:

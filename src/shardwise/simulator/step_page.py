@@ -1,10 +1,10 @@
-"""One step as an HTML page with SVG; `memory_over_time`: a rank's bytes as a curve. Of runs: report/page.
+"""`page`: a forecast as an HTML page with SVG; `memory_over_time`: a rank's bytes as a curve. Of runs: report/page.
 
-    step's time   one bar, dealt to its parts
+    step's time   one bar, divided into its parts
     timeline      a lane for each rank of a pipeline, or for each stream
-    memory        under the same axis of time: what rests, and activations as micro-batches come and go
+    memory        on the same time axis: bytes at rest, and activations that micro-batches add and free
 
-What this does not do: draw every tensor. Activations rise evenly in a forward and fall evenly in a backward.
+What this does not do: draw every tensor. Activations rise linearly in a forward and fall linearly in a backward.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from shardwise.costs.memory import MemoryLedger
 from shardwise.simulator.forecast import Forecast
 
-DRAWN = 6000  # boxes of a page at most; a browser copes with that many
-LEFT, WIDTH, LANE, CHART = 90, 1080, 18, 56  # pixels; a page fits a window of 1280
+DRAWN = 6000  # most boxes of a page, as many as a browser shows without delay
+LEFT, WIDTH, LANE, CHART = 90, 1080, 18, 56  # pixels: labels, a chart, a lane's height, a curve's height (window 1280)
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "g": "#bab0ac", "s": "#9d755d"}
 PARTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#9d755d", "#bab0ac")
 NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
-# terms of a ledger that come and go with micro-batches; those of an optimizer's step come when all are done
+# terms of a ledger that micro-batches add and free; LATE: those that live only in the optimizer's step
 COMES_AND_GOES = ("activations", "embedding output", "head input", "micro-batch")
 LATE = ("optimizer's temporaries",)
-FORWARD = 1 / 3  # of a micro-batch without a pipeline
+FORWARD = 1 / 3  # share of a micro-batch's time without a pipeline
 Curve = list[tuple[float, float]]  # (seconds, bytes)
 
 
 def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
-    """Returns the HTML page. `capacity`: bytes of a device, drawn as a line."""
+    """Returns the HTML page of a forecast; `capacity`: bytes of a device, drawn as a line, None: no line."""
     return (
         "<!doctype html><meta charset='utf-8'><title>" + html.escape(title) + "</title>"
         "<style>body{font:14px sans-serif;margin:2em}td{padding:2px 12px}svg{border:1px solid #ddd}"
@@ -43,14 +43,14 @@ def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
 
 
 def _misfit(forecast: Forecast, capacity: float | None) -> str:
-    """Returns a warning where the plan does not fit in `capacity` bytes, else ""."""
+    """Returns a warning as HTML if the plan does not fit in `capacity` bytes, else ""."""
     if capacity is None or forecast.fits(capacity):
         return ""
     return f"<p><b style='color:#c00'>DOES NOT FIT: {html.escape(forecast.shortage(capacity))}</b></p>"
 
 
 def _readable(value: float, unit: str) -> str:
-    """Returns a number with three digits and a fitting unit: s, ms or us; GB, MB or kB."""
+    """Returns `value` as text with three digits, in `unit` ("s" or "GB") or a smaller unit (ms, us; MB, kB)."""
     smaller = {"s": ("ms", "us"), "GB": ("MB", "kB")}.get(unit, ())
     for less in smaller:
         if value >= 1 or not value:
@@ -60,7 +60,7 @@ def _readable(value: float, unit: str) -> str:
 
 
 def _stacked(parts: dict[str, float]) -> str:
-    """Returns an SVG bar of the step's time, dealt to its parts."""
+    """Returns an SVG bar of the step's time divided into `parts` {name: seconds}."""
     whole, x, boxes = sum(parts.values()) or 1.0, 0.0, []
     for colour, (name, value) in zip(_colours(len(parts)), parts.items(), strict=True):
         wide = WIDTH * value / whole
@@ -79,7 +79,7 @@ def _colours(count: int) -> list[str]:
 
 
 def _bars(values: dict[str, float], unit: str) -> str:
-    """Returns a table in HTML with a bar for each value above 0, the largest first."""
+    """Returns an HTML table with a bar for each value above 0, the largest first; `unit`: as in `_readable`."""
     top = max(values.values(), default=0.0) or 1.0
     colours = dict(zip(values, _colours(len(values)), strict=True))
     rows = "".join(
@@ -118,7 +118,7 @@ def _legend(boxes: Sequence[tuple[str, str, float, float]]) -> str:
 
 
 def _axis(end: float, y: float) -> str:
-    """Returns SVG labels of a time axis, in seconds, below a picture."""
+    """Returns SVG labels of a time axis from 0 to `end` seconds at height `y` pixels."""
     return "".join(
         f"<text x='{LEFT + WIDTH * tick / 4 - (24 if tick else 0):.0f}' y='{y + 12:.0f}'>{end * tick / 4:.3g} s</text>"
         for tick in range(5)
@@ -126,19 +126,19 @@ def _axis(end: float, y: float) -> str:
 
 
 def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
-    """Returns (rank, curve of its allocated bytes over seconds) by rank of a pipeline, else of one micro-batch."""
+    """Returns (label, curve of allocated bytes over seconds) of each pipeline rank, or of one rank without pipeline."""
     lanes: dict[str, list[tuple[str, float, float]]] = {}
     for lane, name, start, stop in forecast.timeline:
         if re.match(r"[FBIW]\d", name):
             lanes.setdefault(lane, []).append((name[0], start, stop))
-    # then the lanes are streams of one rank, not ranks of a pipeline
+    # without a pipeline the lanes are streams of one rank
     if len(lanes) != len(forecast.memory) or len(lanes) < 2:
         return [("a rank", _of_one(forecast, forecast.worst))]
     return [(lane, _of_row(ops, ledger)) for (lane, ops), ledger in zip(lanes.items(), forecast.memory, strict=True)]
 
 
 def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
-    """Returns bytes (at rest, of activations, at the moment of the peak alone, of the optimizer's temporaries)."""
+    """Returns bytes (at rest, of activations, only at the peak, of the optimizer's temporaries)."""
     activations = sum(size for name, size in ledger.terms.items() if name in COMES_AND_GOES)
     late = sum(size for name, size in ledger.terms.items() if name in LATE)
     moment = sum(size for name, size in ledger.terms.items() if name.startswith("peak: "))
@@ -146,13 +146,13 @@ def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
 
 
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
-    """Returns a pipeline rank's bytes over seconds: a forward adds a micro-batch's activations, a backward frees them.
+    """Returns a pipeline rank's bytes over seconds; a forward adds a micro-batch's activations, a backward frees them.
 
-    ops  (kind, start, end)
+    ops  (kind "F", "B", "I" or "W", start s, end s) of each op
     """
     rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
-    # I frees nothing: the weights' part of the backward still reads the activations
+    # I frees nothing, since W still reads the activations
     change = {"F": 1, "B": -1, "W": -1}
     flying = most = 0
     for kind, _, _ in ordered:
@@ -161,7 +161,7 @@ def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Cu
     per_micro_batch, now = activations / max(1, most), rests
     curve: Curve = [(0.0, rests)]
     for kind, start, stop in ordered:
-        # the peak lies in a backward: what lives only at the peak is drawn there
+        # the peak is in a backward, so bytes that live only at the peak are drawn there
         extra = moment if kind != "F" else 0.0
         curve += [(start, now), (start, now + extra)]
         now += per_micro_batch * change.get(kind, 0)
@@ -211,7 +211,7 @@ def _over_time(forecast: Forecast, capacity: float | None) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
-    """Returns the memory of each stage as HTML."""
+    """Returns the memory terms of each ledger as HTML."""
     return "".join(
         f"<h3>stage {i}: {ledger.allocated / 1e9:.2f} GB allocated, {ledger.reserved / 1e9:.2f} GB reserved</h3>"
         + _bars({k: v / 1e9 for k, v in ledger.terms.items()}, "GB")

@@ -1,4 +1,4 @@
-"""The timeline of a step as a Chrome/Perfetto trace; tables of weak and strong scaling."""
+"""Writes a step's timeline as a Chrome/Perfetto trace (`chrome`), and tables of weak and strong scaling (`scaling`)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ def chrome(forecast: Forecast, title: str) -> str:
 
 
 def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict[str, Any]]:
-    """Returns rows of forecasts on more and fewer data ranks, with equal work for each (weak) or one batch (strong)."""
+    """Returns forecasts on 1/4 to 4 times as many data ranks, as one dict for each row of a table.
+
+    simulate  layout -> its forecast. "weak": the same micro-batches for each rank; "strong": the same global batch.
+    Keys: kind, devices, global_batch, step_s, samples_per_s or tokens_per_s, mfu, rate (text).
+    """
     rows: list[dict[str, Any]] = []
     for factor in (0.25, 0.5, 1, 2, 4):
-        # what grows: replicas where there are any, or no shards
+        # replicas are scaled if there are any or nothing is sharded, else the shards
         name = "replicas" if layout.shard == 1 or layout.replicas > 1 else "shard"
         degree = getattr(layout, name) * factor
         if degree != int(degree) or degree < 1:
@@ -54,7 +58,7 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
 
 
 def scaling_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the table of `scaling` as lines of text."""
+    """Returns the rows of `scaling` as lines of text."""
     out = ["scaling over data ranks (weak: the same work for each; strong: the same batch):"]
     out += [
         f"  {row['kind']:6} {row['devices']:6} devices, batch {row['global_batch']:6}: step {row['step_s']:.4g} s, "

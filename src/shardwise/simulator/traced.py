@@ -1,7 +1,7 @@
-"""A traced module's step under replicas or ZeRO; `between` adds up seconds of a trace's ops, for cut too.
+"""`simulate_traced`: the forecast of a traced module's step under replicas or ZeRO; `between`: seconds of its ops.
 
-Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
-follow from shapes on the line through both.
+A micro-batch's time and bytes follow from two traces with fewer and more samples, by shapes on the line through both,
+or from one trace of exactly that micro-batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCORES = (
 
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:
-    """Returns, by name, the assumptions made where a forward depends on the values of its inputs."""
+    """Returns {name: assumption} for the assumptions that traces of `ranks` made about values."""
     seen = {
         "routing": (BALANCED, any(rank.small.balanced for rank in ranks)),
         "batch": (BY_BATCH, any(rank.small.by_batch for rank in ranks)),
@@ -62,7 +62,7 @@ def taken(ranks: Sequence[Model]) -> dict[str, str]:
 def attention_seconds(
     small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software
 ) -> float:
-    """Returns seconds of fused attention alone at a number of samples, interpolated as in `between`."""
+    """Returns the seconds of fused attention alone for `samples` samples, interpolated as in `between`."""
     share = (samples - small.samples) / max(1, large.samples - small.samples)
     ops = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
              in _pairs(small, large).items() if kind == "attention")  # fmt: skip
@@ -76,7 +76,7 @@ def attention_seconds(
 def span_seconds(
     small: StepTrace, large: StepTrace, samples: float, span: slice, kernels: Kernels, software: Software
 ) -> float:  # fmt: skip
-    """Returns seconds of the operations `order[span]` at a number of samples, interpolated as in `between`."""
+    """Returns the seconds of the operations `order[span]` for `samples` samples, interpolated as in `between`."""
     share = (samples - small.samples) / max(1, large.samples - small.samples)
     return sum(
         op_seconds(kind, [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
@@ -86,10 +86,10 @@ def span_seconds(
 
 
 def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
-    """Returns seconds of all operations at a number of samples, interpolated between two traces of the same operations.
+    """Returns the seconds of all operations for `samples` samples, from two traces of the same operations.
 
-    Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
-    The host's time to start the operations is a lower bound of the whole, taken last. `ValueError` for other traces.
+    Shapes are interpolated, not times, because a large product runs at a better rate than small ones. The result is at
+    least the host's time to start the operations. Raises `ValueError` if the traces ran different operations.
     """
     low, high = small.samples, large.samples
     if low == high:
@@ -98,6 +98,7 @@ def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels
     share = (samples - low) / (high - low)
     if not same_ops(small, large):
         raise ValueError(f"traces of {low} and {high} samples ran different operations: no line goes through them")
+    # with a CPU as the device, the host's time to start ops is not hidden, so it adds up
     first, second = host_calls(small, kernels), host_calls(large, kernels)
     seconds = first + (second - first) * share
     for (kind, shape, times, other, often), count in _pairs(small, large).items():
@@ -119,12 +120,12 @@ def _pairs(small: StepTrace, large: StepTrace) -> Counter[tuple[str, tuple[float
 
 
 def host_calls(trace: StepTrace, kernels: Kernels) -> float:
-    """Returns the seconds that Python takes to start a trace's operations, where the host computes them itself."""
+    """Returns the host's seconds to start a trace's operations, if the host computes them itself; else 0."""
     return trace.calls * kernels.call_s + trace.cut_calls * kernels.cut_s
 
 
 def compute_seconds(trace: StepTrace, kernels: Kernels, software: Software) -> float:
-    """Returns the seconds of all ops of a trace, one after another."""
+    """Returns the seconds of all ops of one trace, one after another."""
     seconds = host_calls(trace, kernels)
     for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
         seconds += count * op_seconds(kind, shape, times, kernels, software)
@@ -135,7 +136,10 @@ def simulate_traced(
     model: Model, layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger] = (),
 ) -> Forecast:  # fmt: skip
-    """Returns the forecast of a step over replicas and ZeRO shards. `ledgers`: the memory, where already computed."""
+    """Returns the forecast of a step with data ranks alone.
+
+    precision  a key of PRECISIONS; `ledgers`: the memory of each rank that differs; (): it is computed
+    """
     dtype = PRECISIONS[precision].products
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.small.follows)
     wire = Wire(cluster, layout.world_size)
@@ -147,7 +151,7 @@ def simulate_traced(
     if model.small.joined:
         group = RankGroup(layout.dp, 1)
         once = sum(times * wire.collective(op, group, size) for (op, size), times in model.small.joined.items())
-        parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
+        parts["batch norm communication"] = layout.n_micro * once  # one value a channel, for any samples
     parts |= moved_seconds([model], layout, cluster, states, micro, layout.n_micro)
     parts |= engine_seconds(model, layout, added, parts["compute"])
     # GAPS is of published runs, which are of accelerators
@@ -159,7 +163,7 @@ def simulate_traced(
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(ledgers) or [memory(model, layout, precision)],
         flops=model.flops(samples), world_size=layout.world_size, samples=samples,
-        # a correction below 1 means that runs beat the tables, so the bound in `impossible` is raised with it
+        # a correction below 1 means that runs were faster than tables, so the bound in `impossible` rises with it
         peak_tflops=peak_tflops(cluster.device, dtype), best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"data": data}, timeline=timeline,
     )  # fmt: skip
@@ -180,12 +184,13 @@ def simulate_traced(
 def kernels_of(
     cluster: Cluster, layout: Layout, software: Software, dtype: str, *, follows: bool = False
 ) -> tuple[Kernels, Overhead]:
-    """Returns (kernels of the cluster's device, what the host adds under the layout's techniques).
+    """Returns (kernels of the cluster's device, overheads of the layout's techniques).
 
-    follows   draws are those of one process, so that each operation passes through Python
+    dtype     "bf16" or "fp32", of matrix products
+    follows   whether random operations are followed (randomness=global), so that every operation passes through Python
     """
     device, added = cluster.device, overhead_of(cluster.device, layout, follows)
-    if device.ops:  # measured as they are called, one by one
+    if device.ops:  # a probe measured each op with its launch
         return Kernels(device, 0.0, dtype, added.call, added.cut), added
     op_us = device.op_us.value if device.op_us is not None else None
     if device.kind == "cpu":
@@ -194,7 +199,10 @@ def kernels_of(
 
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
-    """Returns seconds of a step beyond its ops, by name; {} on a device that was not probed for them."""
+    """Returns {name of a part: seconds in a step} of the engine's overheads; {} if the device was not probed for them.
+
+    compute  seconds of compute in a step
+    """
     seconds = added.step + added.event * events(layout, len(model.units))
     by_name = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
     return {name: value for name, value in by_name.items() if value}
@@ -207,14 +215,14 @@ def updated_elements(model: Model, layout: Layout) -> float:
 
 
 def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Offloaded:
-    update = sum(moved for _, moved in model.update.work) * states.held / 4  # it was seen in float32
+    update = sum(moved for _, moved in model.update.work) * states.held / 4  # bytes were counted in float32
     return offloaded(
         updated_elements(model, layout), resting(states, layout, model.update.coded), layout, cluster, update
     )
 
 
 def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, update_s: float) -> float:
-    """Returns the seconds of an update of `update_s`, of state that lies where the layout's `offload` says."""
+    """Returns the seconds of an update with the moves of `layout.offload`; `update_s`: without them."""
     return update_s if layout.offload == "none" else _tiers(model, layout, cluster, states).beside(update_s)
 
 
@@ -226,7 +234,7 @@ def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) 
 
 
 def activation_bytes(ranks: Sequence[Model], layout: Layout) -> dict[str, float]:
-    """Returns by tier the bytes of activations that move with a micro-batch, of the rank that moves most."""
+    """Returns {tier: bytes of activations that move with a micro-batch}, of the rank that moves most."""
     tiers = {tier for rank in ranks for tier in rank.small.put}
     micro = layout.micro_batch
     return {
@@ -238,15 +246,18 @@ def activation_bytes(ranks: Sequence[Model], layout: Layout) -> dict[str, float]
 def _moved(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States
 ) -> dict[str, tuple[Moves, Callable[[Moves, float], str]]]:
-    """Returns {what moves with a micro-batch: (its cost on the rank with most, (cost, seconds) -> remark)}."""
+    """Returns {name of a part: (cost of its moves in a micro-batch, function (cost, seconds) -> remark)}.
+
+    The cost is that of the rank that moves most.
+    """
     costs: dict[str, tuple[Moves, Callable[[Moves, float], str]]] = {}
     if placements(layout.offload, "activations"):
         costs["activations that move"] = (moves(activation_bytes(ranks, layout), layout, cluster), moves_told)
     if placements(layout.offload, "parameters"):
         elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
-        # a host gives weights and takes gradients back; from a disk weights are only read
+        # a disk takes no gradients, so weights are only read from it
         if weights_on_host(layout.offload):
-            # of several micro-batches they wait here for the sum over replicas, and go once
+            # with replicas, gradients of several micro-batches stay on the device until their sum, and cross once
             gradients = 0 if layout.replicas > 1 and layout.n_micro * layout.rounds > 1 else elements
             over = crossings(elements * states.held, gradients * states.held, layout, cluster)
             costs["weights from the host"] = (over, crossings_told)
@@ -258,7 +269,10 @@ def _moved(
 def moved_seconds(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States, micro_s: float, times: int
 ) -> dict[str, float]:
-    """Returns the seconds of `times` micro-batches that wait for a tier, by name; {} where all stays."""
+    """Returns {name of a part: seconds that `times` micro-batches wait for a tier}; {} without offload.
+
+    micro_s  seconds of a micro-batch's forward and backward
+    """
     seconds, spare = {}, micro_s
     for name, (cost, _) in _moved(ranks, layout, cluster, states).items():
         seconds[name] = times * cost.beyond(spare)
@@ -269,7 +283,7 @@ def moved_seconds(
 def moved_basis(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States, micro_s: float
 ) -> dict[str, str]:
-    """Returns {what moves with a micro-batch: remark on what its forecast assumes}; {} where nothing moves."""
+    """Returns {name of a part: remark on what its forecast assumes}; {} if nothing moves with a micro-batch."""
     return {name: remark(cost, micro_s) for name, (cost, remark) in _moved(ranks, layout, cluster, states).items()}
 
 
@@ -277,10 +291,10 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
     """Returns seconds of the optimizer's update on one rank, copies and scaling of gradients included."""
     over, work = layout.shard_ranks if layout.sharded.state else 1, model.update.work
     elements = sum(size * times for size, times in model.small.sizes.items())
-    into = 0.0 if layout.sharded.weights else 2 * states.gradient * elements  # gradients into their buckets, copied
-    divided = 2 * states.gradient * elements / over  # by the weight
+    into = 0.0 if layout.sharded.weights else 2 * states.gradient * elements  # gradients copied into their buckets
+    divided = 2 * states.gradient * elements / over  # gradients divided by the global weight
     coding = coding_bytes(states, layout, model.update.coded) * elements / over
-    # a probed device: its ops as they were measured; else bytes by the rate of its memory
+    # a probed device has measured times of ops; otherwise bytes over the memory's rate
     if kernels.ops is not None:
         ops = kernels.ops
         by_size = {
@@ -290,17 +304,17 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
         updates = sum(times * by_size[size] for size, times in model.small.sizes.items())
         moved = sum(ops.seconds("copy_", size) for size in (into, coding) if size) + ops.seconds("mul_", divided)
         return kernels.factor("rest") * (updates + moved) + calls * sum(model.small.sizes.values())
-    wide = (states.master or states.weight) / 4  # of float32, in which it was seen
+    wide = (states.master or states.weight) / 4  # bytes were counted in float32
     copies = 2 * elements / over * states.copies
     seconds = sum(kernels.stream(elements / over * moved * wide, 1) for _, moved in work)
     seconds += sum(kernels.stream(moved, 1) for moved in (into, divided, copies, coding) if moved)
-    if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
+    if kernels.device.kind == "cpu":  # on a CPU an optimizer runs its ops for each tensor
         seconds += model.small.tensors * model.update.calls * kernels.launch_us * 1e-6
     return seconds
 
 
 def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
-    """Returns {key of the plan: how a forecast treats it}. `eager`: ops of the device were timed one by one."""
+    """Returns {key of the plan: remark on how a forecast treats it}; `eager`: whether a probe timed ops one by one."""
     remarks = {}
     if layout.compile:
         remarks["compile"] = (

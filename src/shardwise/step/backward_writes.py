@@ -1,7 +1,7 @@
-"""Find, in a run's first step, buffers that backward changes: a hook on a gradient, an autograd.Function's backward.
+"""Refuse, in a run's first step, buffers that backward changes (a gradient hook, or an autograd.Function's backward).
 
-Looks before the first step run forwards alone. A rank's backward is given the gradients of its own samples, and runs on
-the stage where the hook lies: ranks of other samples, and stages that read the buffer too, would keep other values.
+The looks before the first step run forwards only. A rank's backward sees the gradients of its own samples, and runs on
+one stage, so ranks with other samples, and other stages that read the buffer, would have other values in it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _MANY = 2**16  # elements of a buffer that are compared
 
 
 class BackwardWrites:
-    """Notes which of a module's buffers change in the backwards of a step."""
+    """Notes which of a module's buffers change in the backwards of a step.
+
+    ahead  whether a backward came after forwards that one process runs later (pipeline); set by `noting_buffers`
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh, norms: Collection[nn.Module]) -> None:
-        """Note the buffers of a module, but for those of `norms`, whose statistics are joined over ranks."""
+        """Lists the module's buffers, without those of `norms` (batch norms, whose statistics ranks join)."""
         left_out = {id(norm) for norm in norms}
         # one rank is one process; a rehearsal computes no values that could be compared
         modules = () if mesh.world.size == 1 or mesh.world.rehearsal is not None else module.named_modules()
@@ -44,7 +47,7 @@ class BackwardWrites:
         self.ahead = False
 
     def few(self) -> list[torch.Tensor]:
-        """Returns copies of some elements of each buffer."""
+        """Returns a flat copy of some elements of each buffer, in a fixed order (`_sample`)."""
         tensors = [child._buffers[name] for _, child, name in self._buffers]
         return [_sample(tensor) for tensor in tensors if tensor is not None]
 
@@ -55,10 +58,11 @@ class BackwardWrites:
             self._changed = now if self._changed is None else self._changed | now
 
     def refuse(self, elsewhere: Collection[str], *, same_samples: bool) -> None:
-        """Raise `RefusedPlan` for a buffer that would come out otherwise than in one process. Collective if any is.
+        """Raise `RefusedPlan` if a buffer that backward changed may differ from one process's.
 
         elsewhere     names of the buffers that other pipeline stages use
-        same_samples  data ranks run the model on the same samples
+        same_samples  whether data ranks run the model on the same samples
+        Collective if buffers changed, which they do on all ranks alike.
         """
         if self._changed is None:
             return
@@ -72,7 +76,7 @@ class BackwardWrites:
             )
 
     def _why(self, names: list[str], elsewhere: Collection[str], same_samples: bool) -> str:
-        """Returns why buffers that backward writes differ from one process's under this plan; "" where they do not."""
+        """Returns why the buffers `names` would differ from one process's under this plan; "" if they do not."""
         mesh = self._mesh
         # another stage reads the buffer, and this stage's backward is over only after it did
         if used := [name for name in names if name in elsewhere]:
@@ -85,7 +89,7 @@ class BackwardWrites:
         # no other rank has other samples
         if mesh.gradients.size == 1:
             return ""
-        # the hook may write what is the same on every rank (a counter): then the values agree
+        # a hook may write the same on every rank (a counter), so the values are compared
         by_name = {name: child._buffers[leaf] for name, child, leaf in self._buffers}
         mine = [digest(_sample(by_name[name])) for name in names]
         rows = gather_json([names, mine], mesh.gradients, mesh.device)
@@ -95,7 +99,10 @@ class BackwardWrites:
 
 @contextmanager
 def noting_buffers(writes: BackwardWrites | None, *, ahead: bool = False) -> Iterator[None]:
-    """Context of a backward (`writes` None: not noted); `ahead`: forwards ran that one process runs after it."""
+    """Context of a backward, after which changed buffers are noted in `writes`; None: nothing is noted.
+
+    ahead  whether forwards of later micro-batches ran before this backward, as under a pipeline
+    """
     before = writes.few() if writes is not None else []
     yield
     if writes is not None:
@@ -104,12 +111,13 @@ def noting_buffers(writes: BackwardWrites | None, *, ahead: bool = False) -> Ite
 
 
 def _differ(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Returns whether any element differs, as a bool tensor (); two NaNs are equal."""
     # a stage holds NaN in the place of a buffer that another one has
     return ((old != new) & ((old == old) | (new == new))).any()
 
 
 def _sample(tensor: Any) -> torch.Tensor:
-    """Returns a flat copy of about `_MANY` elements of a tensor, evenly spaced; of a `Part` those of its share."""
+    """Returns a flat copy of about `_MANY` evenly spaced elements of a tensor, or of this rank's shard of it."""
     while isinstance(tensor, Distributed):
         tensor = tensor.stored
     flat = tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""Cut a global batch into this rank's parts: every tensor along its first dimension, as layout/dealing deals.
+"""Split a global batch into this rank's parts: every tensor along its first dimension, as layout/dealing says.
 
 How: the batch is flattened as a pytree (dicts, lists, tuples, named tuples, dataclasses registered with
 torch), its tensors and numpy arrays are sliced by the dealing of `layout.dealing`, and the tree is put
@@ -43,9 +43,9 @@ PLAIN = (
 
 
 def samples_in(batch: Any, *, name: str = "batch") -> int:
-    """Returns how many samples a batch holds; `InputError` where its tensors disagree or none has a batch dim.
+    """Returns the number of samples in a batch; `InputError` if its tensors disagree or none has a batch dim.
 
-    `name` is what the messages call the batch: a leaf is named by it and its path, as in "batch['tokens']".
+    name  what messages call the batch, before a leaf's path, as in "batch['tokens']"
     """
     paths, leaves, _ = _flatten(batch, name)
     return _common_size(paths, leaves, name)[1]
@@ -65,6 +65,7 @@ def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
 def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks: int = 1) -> list[Share]:
     """Returns this rank's `Share` of each micro-batch of a GLOBAL batch.
 
+    accumulate  number of micro-batches;  data_rank, data_ranks  this rank's index among those that split each
     A rank with no sample in a micro-batch gets the micro-batch's first sample as a stand-in, with count 0.
     The parts of all ranks that count, joined in rank order, are the batch again. Raises `InputError` for a leaf that
     cannot be cut, and for fewer samples than micro-batches.
@@ -84,9 +85,10 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
 
 
 def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
-    """Returns a `Share` of the part for each (first, last) of the micro-batch in `samples`, in memory of its own.
+    """Returns a `Share` for each (first, last) in `samples`, a copy of samples [first, last) of the micro-batch.
 
-    A piece without samples holds the part's first one, with count 0.
+    part  this rank's samples of the micro-batch, which must contain them
+    A piece with first == last holds the part's first sample, with count 0.
     """
     pieces = []
     for first, last in samples:
@@ -104,7 +106,7 @@ def check_ranks(data_rank: int, data_ranks: int) -> None:
 
 
 class _Paths:
-    """Names of a batch's leaves, spelt out only where a message needs one: every step flattens its batch."""
+    """List of names of a batch's leaves ("batch['tokens']"), each made only when a message indexes it, to save time."""
 
     def __init__(self, batch: Any, name: str):
         self.batch, self.name = batch, name
@@ -115,7 +117,7 @@ class _Paths:
 
 
 def path_of(batch: Any, index: int) -> str:
-    """Returns the name of a batch's leaf, by its place among all leaves, as messages have it: "batch['tokens']"."""
+    """Returns the name of the `index`-th leaf of a batch for messages, such as "batch['tokens']"."""
     return _Paths(batch, "batch")[index]
 
 
@@ -124,7 +126,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
-    """Returns (names, leaves, structure); every leaf is a tensor, an array or a plain value."""
+    """Returns (names, leaves, pytree spec) of a batch; `InputError` unless leaves are tensors, arrays, plain values."""
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_leaf)
     paths = _Paths(batch, name)
     for index, leaf in enumerate(leaves):
@@ -133,7 +135,7 @@ def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
 
 
 def _check_leaf(paths: _Paths, index: int, leaf: Any) -> None:
-    """Raises `InputError`, with the leaf's path in the batch, for one that cannot be cut over samples."""
+    """Raises `InputError`, with the leaf's path in the batch, for a leaf that cannot be sliced along samples."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise InputError(
@@ -151,11 +153,12 @@ def _check_leaf(paths: _Paths, index: int, leaf: Any) -> None:
 
 
 def _has_samples(leaf: Any) -> bool:
+    """Whether a leaf has a batch dim: a tensor or array with at least one dim."""
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
 def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]:
-    """Returns (place of the first leaf with samples, the number of samples that all of them share)."""
+    """Returns (index of the first leaf with a batch dim, the number of samples); `InputError` if leaves disagree."""
     sized = [(index, int(leaf.shape[0])) for index, leaf in enumerate(leaves) if _has_samples(leaf)]
     if not sized:
         raise InputError(
@@ -174,7 +177,10 @@ def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]
 
 
 def _merged_graphs(paths: _Paths, sized: list[tuple[int, int]], leaves: list[Any]) -> str:
-    """Returns advice where a tensor holds numbers of another one's rows, as edges of merged graphs do; else ""."""
+    """Returns advice to append if a leaf looks like edges of merged graphs (indices of another leaf's rows), else "".
+
+    sized  (index, length of the first dim) of each leaf with a batch dim
+    """
     for index, size in sized:
         leaf = leaves[index]
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biu":  # of text and dates torch has no tensors
@@ -200,13 +206,13 @@ def _slice(leaf: Any, low: int, high: int) -> Any:
 
 
 def slice_samples(batch: Any, low: int, high: int) -> Any:
-    """Returns samples [low, high) of a batch: every tensor cut along its first dimension, as views."""
+    """Returns samples [low, high) of a batch: every tensor sliced along its first dimension, as views."""
     _, leaves, spec = _flatten(batch, "batch")
     return pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
 
 
 def fields_of(batch: Any) -> dict[str, str]:
-    """Returns, by leaf's name, its description: a tensor's dtype and its sizes behind the samples."""
+    """Returns {leaf's name: description}, as {"batch['x']": "float32 (B, 3, 32)"}; of plain values their type."""
     keyed, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
     return {"batch" + pytree.keystr(path): _kind(leaf) for path, leaf in keyed}
 
@@ -219,11 +225,10 @@ def _kind(leaf: Any) -> str:
 
 @contextmanager
 def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[None]:
-    """Context: an error inside becomes one that says how the batch's fields differ from the first batch's, if they do.
+    """Context: an error inside on a batch whose fields differ from the first batch's becomes an `InputError`.
 
-    first   `fields_of` the first batch
-    step    from 0
-    Raises `InputError` for an error on a batch that differs; any other error as it is.
+    first   `fields_of` the first batch;  batch  the present one;  step  its step, from 0
+    Other errors are raised as they are.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The control row of each data rank, gathered once; columns by place, read by normalise and pipelined too."""
+"""The control row: a few numbers of each data rank (loss, weight, norm, ...) that all ranks gather once a step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,38 @@ from shardwise.errors import RunError
 from shardwise.host import read, row_of, to_device
 from shardwise.step.loss import Loss
 
-SQUARE_NORM = 5  # its place in a control row
+SQUARE_NORM = 5  # column of the squared norm in a control row
 
 
 @dataclass
 class Tally:
-    """This rank's sums over a step's micro-batches (losses, weights, extras); on the device until the control row."""
+    """This rank's losses, weights and extra terms of a step's micro-batches; tensors stay on the device until `row`.
+
+    counts         whether this rank's numbers count; False if another rank has the same samples
+    totals         loss sum of each micro-batch; weights: its loss weight; extras: name of a term -> its values
+    samples        number of samples so far
+    used           for each micro-batch, indices of the parameters that backward reached
+    stood_in       whether this rank ran a stand-in sample, which counts nothing
+    pieces         under `deterministic`, the number of pieces of the global batch; else 0
+    leaves         under `deterministic`, the index of the piece of each entry of `totals`
+    alike          numbers of a script that must be equal on all ranks; alike_by_rank: each rank's, once gathered
+    """
 
     device: torch.device
-    counts: bool = True  # False where another rank has the same samples, and counts them
+    counts: bool = True
     totals: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor | float] = field(default_factory=list)
     samples: int = 0
     extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    used: list[set[int]] = field(default_factory=list)  # parameters reached, by micro-batch
+    used: list[set[int]] = field(default_factory=list)
     stood_in: bool = False
-    pieces: int = 0  # of a batch whose sums are taken in an order that does not hang on ranks
-    leaves: list[int] = field(default_factory=list)  # the piece of each summand, then
-    alike: list[float] = field(default_factory=list)  # numbers that are to be the same on every rank
-    alike_by_rank: list[list[float]] = field(default_factory=list)  # once the rows are read
+    pieces: int = 0
+    leaves: list[int] = field(default_factory=list)
+    alike: list[float] = field(default_factory=list)
+    alike_by_rank: list[list[float]] = field(default_factory=list)
 
     def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
-        """Add one micro-batch's loss, weight and extra terms, and its `count` of samples."""
+        """Adds one micro-batch: its loss sum and weight, its `count` of samples, and its extra terms by name."""
         self.totals.append(loss.total.detach())
         self.weights.append(loss.weight)
         self.samples += count
@@ -45,11 +55,11 @@ class Tally:
             self.extras.setdefault(name, []).append(value)
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
-        """Returns this rank's control row, (6 + extras + summands + alike,) float64 on the device.
+        """Returns this rank's control row, (6 + extras + pieces' values + alike,) float64 on the device.
 
-        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras by name; with
-        pieces, each piece's summand of total, weight and every extra; last `alike`. A rank that does not count gives 0
-        for sums and samples.
+        Columns 0 to 5 are loss sum, weight, samples, hash of the used parameters, whether a stand-in ran, `square_norm`
+        (of gradients). Then the extra terms in order of their names; with `pieces`, the values of each piece for loss,
+        weight and each extra; last `alike`. A rank that does not count gives 0 for sums and samples.
         """
         others = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]
@@ -60,7 +70,7 @@ class Tally:
         return row_of([*sums, *others, *extras, *self._by_piece(), *self.alike], self.device)
 
     def _by_piece(self) -> list[torch.Tensor | float]:
-        """Returns, for each sum in turn (total, weight, extras), every piece's summand; 0 for pieces of other ranks."""
+        """Returns, for loss, weight and each extra in turn, `pieces` values: this rank's pieces', 0 for the others."""
         table: list[torch.Tensor | float] = []
         for values in (self.totals, self.weights, *(self.extras[name] for name in sorted(self.extras))):
             row: list[torch.Tensor | float] = [0.0] * self.pieces
@@ -70,7 +80,7 @@ class Tally:
         return table
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
-        """Returns the sum of numbers and tensors, a tensor where any is one."""
+        """Returns the sum of numbers and tensors, as a tensor on the device if any of them is a tensor."""
         # Tensors are added on the device: a value that is read here would make the host wait for the forward.
         if len(values) == 1:
             return values[0]
@@ -80,7 +90,7 @@ class Tally:
 
     @property
     def total(self) -> torch.Tensor | float:
-        """Returns the sum of this rank's losses, whether or not it counts them."""
+        """Returns the sum of this rank's losses, also if `counts` is False."""
         return self._sum(self.totals)
 
     @property
@@ -89,28 +99,33 @@ class Tally:
         return set().union(*self.used)
 
     def fingerprint(self) -> float:
-        """Returns a number that differs (almost surely) where ranks used other parameters in a micro-batch."""
+        """Returns a checksum of the parameters used in each micro-batch, by which ranks find different branches."""
         check = 0
         for used in self.used:
-            # with the count, so that parameters of one micro-batch are not taken for the next one's
+            # with the count, so that the lists of two micro-batches cannot be split in another way
             check = zlib.crc32(array("q", [len(used), *sorted(used)]).tobytes(), check)
         return float(check)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of all data ranks' control rows: sums over ranks, and the numbers that must be alike."""
+    """What all ranks' control rows come to, the same on every rank.
+
+    total, weight  sums of losses and of weights;  samples  that count;  extras  name of a term -> its sum
+    same_branches  whether all ranks used the same parameters and none ran a stand-in
+    square_norms   squared norm of the gradients, as each rank of the axis gave it
+    """
 
     total: float
     weight: float
     samples: int
     extras: dict[str, float]
     same_branches: bool
-    square_norms: list[float]  # by data rank
+    square_norms: list[float]
 
 
 class PendingRow:
-    """A control row that is being gathered; `answer` waits for all data ranks' rows."""
+    """A control row whose all-gather has been issued; `answer` waits for all ranks' rows."""
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)
@@ -120,16 +135,16 @@ class PendingRow:
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
     def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
-        """Returns the `Agreement` of all ranks' rows; the only read of the device's values in a step.
+        """Returns the `Agreement` of all ranks' rows; the only read of device values by the host in a step.
 
-        square_norm   () float64, the same on all data ranks, where it was not known when the rows went off
+        square_norm   () float64, the same on all data ranks, if it was unknown when the row was sent; else None
         """
         self._pending.wait()
-        # the norm came from a reduction that was still under way when the rows went off: all ranks have the same
+        # replicas know the norm only after their reductions, which may still run when the rows are sent
         if square_norm is not None:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
-        # what scripts compare over ranks stands at the end of the row
+        # `alike` is at the end of the row
         if self._tally.alike:
             self._tally.alike_by_rank = [row[-len(self._tally.alike) :] for row in rows]
         total, weight, *extras = self._sums(rows)
@@ -138,13 +153,13 @@ class PendingRow:
             weight=weight,
             samples=int(sum(row[2] for row in rows)),
             extras=dict(zip(self.names, extras, strict=True)),
-            # the same parameters were used on all, and no rank ran a stand-in, which reaches others
+            # column 3 is the hash of used parameters, 4 whether a stand-in ran
             same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
             square_norms=[row[SQUARE_NORM] for row in rows],
         )
 
     def _sums(self, rows: list[list[float]]) -> list[float]:
-        """Returns [total, weight, *extras] over all ranks; with pieces rounded once, whatever their order."""
+        """Returns [total, weight, *extras] summed over the rows, with `pieces` independently of the order of ranks."""
         columns = [0, 1, *range(6, 6 + len(self.names))]
         # without pieces ranks' rows are added up in the order of ranks
         if not self.pieces:
@@ -157,14 +172,16 @@ class PendingRow:
 
 
 def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:
-    """Returns the `Agreement` of every data rank's row. One small collective."""
+    """Returns the `Agreement` over the ranks of `axis`; `square_norm`: of this rank's gradients. Collective."""
     return PendingRow(tally, square_norm, axis).answer()
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:
-    """Returns indices of the parameters that any rank reached. Collective. `refuse`: `RunError` where ranks differ.
+    """Returns indices of the parameters that any rank's backward reached. Collective.
 
-    Ranks that ran a stand-in sample may have taken another branch; they are not compared.
+    names   of the parameters, for the message
+    refuse  whether to raise `RunError` if ranks differ; ranks that ran a stand-in sample are not compared, since they
+            may take another branch
     """
     bits = np.zeros((len(tally.used), len(names)), dtype=np.uint8)
     for micro_batch, used in enumerate(tally.used):

@@ -1,4 +1,4 @@
-"""Run the model and its loss on one part of a micro-batch, under every plan without a pipeline (that: staged)."""
+"""Run the model and its loss on one part of a micro-batch; `step/staged` does so under a pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ from shardwise.task import Task, call_arguments
 
 
 class Forward:
-    """Runs `inputs`, the module and `loss`, in the plan's dtypes."""
+    """Runs `Task.inputs`, the module and `Task.loss` on a batch, in the plan's dtypes.
+
+    data            the axis of data ranks, over which loss_scope="global" gathers outputs
+    positions       which dims of a batch ranks shard; None: none
+    metrics         sums of `Task.metrics`, or None
+    gathered_bytes  received for loss_scope="global" since the start
+    batched         for each leaf of the output, whether its dim 0 is samples, once `joined` has found that; else None
+    """
 
     def __init__(
         self, task: Task, module: nn.Module, precision: Precision, device: torch.device, data: Axis,
@@ -42,12 +49,12 @@ class Forward:
         self.device = device
         self.data = data
         self.positions = positions
-        self.gathered_bytes = 0  # received for loss_scope="global" since the start
+        self.gathered_bytes = 0
         self.metrics = MetricTally(task.metrics, device) if task.metrics is not None else None
-        self.batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
+        self.batched: list[bool] | None = None
 
     def to_device(self, batch: Any) -> Any:
-        """Returns the batch on this rank's device, its positions cut; float64 runs see float64 data."""
+        """Returns the batch on this rank's device, its positions sharded; floats as float64 if the run computes so."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             wide = self.precision.compute == torch.float64 and tensor.is_floating_point()
@@ -56,31 +63,34 @@ class Forward:
         return tree_map_only(torch.Tensor, move, batch) if self.positions is None else self.positions.cut(batch, move)
 
     def local(self, batch: Any) -> Loss:
-        """Returns the `Loss` of this batch's samples, other ranks left out. `batch` is on the CPU or the device."""
+        """Returns the `Loss` of this batch's samples alone. `batch` may be on the CPU or the device."""
         batch = self.to_device(batch)
         output = self._output(batch)
         return self.shared(lambda: self.read(output, batch))
 
     def shared(self, read: Callable[[], Loss]) -> Loss:
-        """Returns the loss that `read` gives; under a pipeline on every stage."""
+        """Returns `read()`; a subclass for a pipeline calls it on the last stage and sends the loss to all."""
         return read()
 
     def read(self, output: Any, batch: Any) -> Loss:
-        """Returns the loss of an output, with Task.metrics as extra terms, for a batch on the device."""
+        """Returns the loss of an output, with `Task.metrics` as extra terms. `batch`: on the device."""
         loss = loss_on(self.task, output, batch)
         return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
     def __call__(self, part: Share) -> Loss:
         """Returns this rank's loss on its share of a micro-batch.
 
-        A rank without samples runs one of another rank (`count` is 0), so that it takes part in collectives: its loss
-        counts nothing.
+        A rank without samples (`count` 0) runs another rank's sample to join its collectives, and gets loss and
+        weight 0.
         """
         batch = self.to_device(part.batch)
         return self.loss_of(self._output(batch), batch, part)
 
     def loss_of(self, output: Any, batch: Any, part: Share) -> Loss:
-        """Returns the loss that this rank contributes, from the model's output; `batch` is on the device."""
+        """Returns the loss that this rank contributes, from the model's output; adds to `metrics`.
+
+        batch  on the device;  part  the share of which it is
+        """
         if self.metrics is not None:
             again = self.task.loss_scope == "model" and self.data.index > 0  # another rank's samples
             self.metrics.add(output, batch, 0 if again else part.count)
@@ -91,14 +101,17 @@ class Forward:
         return loss if part.count else _nothing(loss)
 
     def joined(self, whole_and_parts: tuple[Any, Sequence[Any]]) -> Loss:
-        """Returns the loss on the outputs for parts put together; learns which outputs have the batch dim."""
+        """Returns the loss on the concatenated outputs for parts of a batch; sets `batched`.
+
+        whole_and_parts  (a batch, the parts into which it was split)
+        """
         whole, parts = whole_and_parts
         batches = [self.to_device(batch) for batch in (whole, *parts)]
         outputs = [self.output(batch) for batch in batches]
         return self.shared(lambda: self.joined_of(outputs, batches))
 
     def joined_of(self, outputs: Sequence[Any], batches: Sequence[Any]) -> Loss:
-        """Returns the loss of `joined` from outputs: the whole batch's first, then those of its parts."""
+        """Returns the loss of `joined` from outputs and batches, both for the whole batch first, then for its parts."""
         (_, spec), *_ = flat = [tree_flatten(output) for output in outputs]
         counts = [samples_in(batch) for batch in batches]
         by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
@@ -107,12 +120,12 @@ class Forward:
         loss = loss_on(self.task, tree_unflatten(joined, spec), batches[0])
         if self.metrics is None:
             return loss
-        # of each rank's own samples, and added up, whatever the loss is of
+        # metrics are computed on each rank's own samples and added up, also if the loss is over all samples
         of_parts = [self.metrics.as_extras(*pair) for pair in zip(outputs[1:], batches[1:], strict=True)]
         return loss.with_extras(reduce(added_extras, of_parts))
 
     def output(self, batch: Any) -> Any:
-        """Returns the model's output for a batch on the device; under a pipeline None but on the last stage."""
+        """Returns the model's output for a batch on the device; under a pipeline None unless on the last stage."""
         return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
@@ -129,17 +142,17 @@ class Forward:
             raise lone_value(error, samples_in(batch)) or error from error
 
     def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
-        """Returns the loss on all ranks' samples, gathered; it counts once, on the first rank of the data axis.
+        """Returns the loss on the gathered samples of all data ranks; the others than the first return value 0.
 
-        Backward of the gather keeps each rank's own rows, whose gradient is complete; tensors without a batch dim
-        (a learned temperature) get their gradient on every rank, so it is divided by the ranks.
+        Backward of the gather keeps the gradient of each rank's own samples, which is complete. A tensor without a
+        batch dim (a learned temperature) gets the same gradient on every rank, so that is divided by their number.
         """
         row = gather_rows(put([float(part.count)], self.device), self.data).view(-1)
         counts = tuple(int(n) for n in read(row, "samples of each rank"))
         ranks = self.data.size
 
         def gather(leaf: Any, batched: bool = True) -> Any:
-            if isinstance(leaf, np.ndarray) and batched and leaf.ndim:  # of a batch: its samples are all ranks' too
+            if isinstance(leaf, np.ndarray) and batched and leaf.ndim:  # an array of the batch has samples too
                 full = gather(torch.as_tensor(leaf, device=self.device))
                 return np.array(read(full, "arrays of a batch"), dtype=leaf.dtype).reshape(full.shape)
             if not isinstance(leaf, torch.Tensor):
@@ -152,12 +165,12 @@ class Forward:
 
         leaves, spec = tree_flatten(whole(output))
         batched = self.batched
-        if batched is None or len(batched) != len(leaves):  # nothing was looked at: by size
+        if batched is None or len(batched) != len(leaves):  # not known from the look, so guessed by the size of dim 0
             rows = max(part.count, 1)  # a stand-in is one sample
             batched = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
         output = tree_unflatten([gather(*pair) for pair in zip(leaves, batched, strict=True)], spec)
         loss = loss_on(self.task, output, tree_map(gather, batch))
-        # The others' value is 0 and their gradient the same: backward must give each rank's own rows theirs.
+        # The other ranks' value is 0, but their gradient is the same, since backward must reach each rank's samples.
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
@@ -166,9 +179,9 @@ class Forward:
 def run_alone(
     task: Task, precision: Precision, positions: Positions | None = None, device: torch.device = CPU
 ) -> Callable[[nn.Module, Any], Loss]:  # fmt: skip
-    """Returns a function (module, batch) -> loss without other ranks: to look at a module before ranks hold it.
+    """Returns a function (module, batch) -> `Loss` that needs no other rank, to try a module before it is sharded.
 
-    positions  cut over axes that send nothing
+    positions  dims of the batch that are sharded over axes of a rehearsal, which send nothing; None: none
     """
     alone = Axis.alone("data")
 
@@ -180,14 +193,14 @@ def run_alone(
 
 
 def _norms_of(precision: Precision) -> AbstractContextManager[Any]:
-    """Returns a context that replaces batch norms' kernels under 16-bit compute, as a run does."""
+    """Returns a context in which batch norms run as in a training run: under 16-bit compute by another kernel."""
     # statistics are float32, which no kernel takes beside weights of 16 bits (`joins_batch_norms`)
     narrow = precision.compute.itemsize < 4
     return JoinBatchNorm(Axis.alone("data"), Phase()) if narrow else nullcontext()
 
 
 def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:
-    """Returns a function (module, batch) -> the model's output without other ranks, on the CPU."""
+    """Returns a function (module, batch) -> the model's output, which runs on the CPU and needs no other rank."""
     alone = Axis.alone("data")
 
     def run(module: nn.Module, batch: Any) -> Any:
@@ -199,17 +212,21 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
 
 
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
-    """Returns an error that names an embedding's index beyond its table, and the module; None for another error."""
+    """Returns an `InputError` that names an embedding, and the index beyond its table; None for another IndexError.
+
+    error  raised in the forward of `module`
+    """
     table, lookup, frame = "", None, error.__traceback__
     while frame is not None:
         names = frame.tb_frame.f_locals
         if isinstance(names.get("self"), nn.Embedding):
             table = next((path for path, child in module.named_modules() if child is names["self"]), table)
-        index = names.get("input", names.get("index"))  # of `F.embedding`, or of the product on a cut table
+        # local names in `F.embedding`, or in the lookup on a table that tp shards
+        index = names.get("input", names.get("index"))
         if isinstance(index, torch.Tensor) and isinstance(names.get("weight"), torch.Tensor):
             lookup = index, names["weight"].shape[0]
         frame = frame.tb_next
-    # no embedding or product on its table was being indexed: this is another IndexError
+    # no embedding was being indexed
     if lookup is None or lookup[0].is_floating_point():
         return None
     index, rows = lookup
@@ -225,7 +242,7 @@ def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
 
 
 def lone_value(error: ValueError, samples: int) -> InputError | None:
-    """Returns an error that says that batch norm has one value per channel; None for another error."""
+    """Returns an `InputError` on a batch norm with one value per channel, for a batch of `samples`; else None."""
     if "more than 1 value per channel" not in str(error):
         return None
     return InputError(
@@ -235,12 +252,13 @@ def lone_value(error: ValueError, samples: int) -> InputError | None:
 
 
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:
-    """Whether the first dim of an output, computed for several `counts` of samples, counts them; else `RefusedPlan`.
+    """Whether dim 0 of an output leaf is samples.
 
-    False for one of the same shape whatever the count, and for plain values.
+    leaves  the leaf in the outputs for batches of `counts` samples
+    False for a leaf of the same shape for all counts, and for plain values. Raises `RefusedPlan` for another leaf.
     """
     leaf = leaves[0]
-    # what is no tensor is not gathered: plain values are the same on every rank, other objects might hold tensors
+    # plain values are the same on every rank; other objects might hold tensors that would have to be gathered
     if not isinstance(leaf, torch.Tensor):
         if leaf is None or isinstance(leaf, bool | int | float | str):
             return False
@@ -263,7 +281,7 @@ def _has_samples(leaves: tuple, counts: list[int]) -> bool:
 
 
 class _ShareOfGradient(torch.autograd.Function):
-    """Identity whose backward divides the gradient by the number of ranks, since it is summed over them later."""
+    """Identity whose backward divides the gradient by `ranks`, since it is summed over them later."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -276,7 +294,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 class _Uncounted(torch.autograd.Function):
-    """Identity in backward, 0 in forward: another rank counts the loss, whose gradient is needed here too."""
+    """Function with value 0 and the gradient of the identity, for a loss that another rank counts."""
 
     @staticmethod
     def forward(ctx, total: torch.Tensor) -> torch.Tensor:
@@ -296,6 +314,6 @@ def _uncounted_extra(extra):
 
 
 def _nothing(loss: Loss) -> Loss:
-    """Returns the loss with value and weight 0, still in the graph, so that backward runs the others' collectives."""
+    """Returns the loss with value and weight 0, still in the graph, so that backward joins other ranks' collectives."""
     zero = {k: type(v)(v.total * 0, None if v.weight is None else 0.0) for k, v in loss.extras.items()}
     return Loss(loss.total * 0, 0.0, zero)

@@ -1,8 +1,8 @@
-"""Contexts around parts of a step, by which profiles name them and benchmarks time them.
+"""Context managers around parts of a step, with which profiles label them and benchmarks time them.
 
 micro_batch   forward and backward of one micro-batch; under a pipeline one op of this rank's row of the schedule
-reduce        gradients completed, control rows exchanged, the division
-update        the optimizer's update, with what is exchanged for it, and the new weights' publication
+reduce        reductions of gradients completed, control rows exchanged, gradients divided
+update        the optimizer's update with its exchanges, and the all-gather of new weights
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Hooks:
-    """Context managers around parts of a step ("micro_batch", "reduce", "update"); a part without any costs nothing."""
+    """Holds the context managers to enter around each part of a step ("micro_batch", "reduce", "update")."""
 
     def __init__(self) -> None:
         self._around: dict[str, list[MakeContext]] = {part: [] for part in get_args(Part)}
 
     @contextmanager
     def around(self, part: Part, make: MakeContext) -> Iterator[None]:
-        """Context: `make()` is entered around each `part` of a step; the first context added is outermost."""
+        """Context in which each `part` of a step runs inside `make()`; the first context added is outermost."""
         made = self._around[part]
         made.append(make)
         try:
@@ -32,7 +32,7 @@ class Hooks:
             made.remove(make)
 
     def inside(self, part: Part) -> AbstractContextManager[Any]:
-        """Returns the context manager that surrounds this part of a step."""
+        """Returns the context manager for one run of this part, which has entered all that were added."""
         made = self._around[part]
         if not made:
             return nullcontext()

@@ -25,7 +25,7 @@ _SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
 
 @dataclass
 class Extra:
-    """A named extra term: its sum, and its own weight (None: the main loss's weight)."""
+    """A named extra term of the loss: its sum (), and its own weight (None: the main loss's weight)."""
 
     total: torch.Tensor
     weight: torch.Tensor | float | None
@@ -33,18 +33,21 @@ class Extra:
 
 @dataclass
 class Loss:
-    """One evaluation of the loss: the sum still attached to the graph, the weight as it was returned.
+    """One evaluation of the loss, as `Task.loss` returned it.
 
-    A weight may be a tensor on the device; reading its value would make the host wait for the forward.
+    total   sum over samples (), attached to the graph
+    weight  number of samples or tokens that count; perhaps a tensor on the device, which is not read here since the
+            host would wait for the forward
+    extras  name -> further sum, perhaps with a weight of its own
     """
 
     total: torch.Tensor
     weight: torch.Tensor | float
-    extras: dict[str, Extra] = field(default_factory=dict)  # further sums, each with a weight of its own
+    extras: dict[str, Extra] = field(default_factory=dict)
 
     @property
     def terms(self) -> float:
-        """Returns the sum of the absolute values of the samples' terms, where known; else 0."""
+        """Returns the sum of absolute values of the samples' losses if a subclass knows it; else 0."""
         return 0.0
 
     def with_extras(self, extras: dict[str, Extra]) -> Loss:
@@ -52,9 +55,9 @@ class Loss:
         return Loss(self.total, self.weight, {**self.extras, **extras})
 
     def numbers(self) -> dict[str, float]:
-        """Returns every sum and weight by name, for comparison. Reads them: the host waits.
+        """Returns {name: value} of every sum and weight, as "sum", "weight", "extra 'x'", "weight of extra 'x'".
 
-        Raises `InputError` for a negative weight.
+        The host waits for the values. Raises `InputError` for a negative weight.
         """
         numbers = {"sum": float(self.total.detach()), "weight": not_negative(float(self.weight), "weight")}
         for name, extra in self.extras.items():
@@ -65,7 +68,7 @@ class Loss:
         return numbers
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the floating-point dtype of every sum and weight by name, of those that are tensors of one."""
+        """Returns {name as in `numbers`: dtype} of every sum and weight that is a floating-point tensor."""
         values: dict[str, Any] = {"sum": self.total, "weight": self.weight}
         for name, extra in self.extras.items():
             values |= {f"extra '{name}'": extra.total, f"weight of extra '{name}'": extra.weight}
@@ -79,10 +82,9 @@ def is_second_backward(error: BaseException) -> bool:
 
 
 def loss_on(task: Task, output: Any, batch: Any) -> Loss:
-    """Returns the task's loss of an output, checked by `read_loss`, which raises `InputError`.
+    """Returns `Task.loss(output, batch)` as a `Loss`; raises `InputError` as `read_loss` does.
 
-    A TypeError or AttributeError of it gets a note on what it was given: an output that is no tensor, or for a loss
-    module a batch that is none.
+    A TypeError or AttributeError in the loss gets a note if the output, or for a loss module the batch, is no tensor.
     """
     try:
         returned = task.loss(output, batch)
@@ -96,7 +98,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
 
 
 def _instead_of_a_tensor(output: Any) -> str:
-    """Returns a note: the type of a model's output that is no tensor, and how Task.loss takes a tensor from it."""
+    """Returns a note on an output that is no tensor: its type, and how `Task.loss` can take a tensor from it."""
     # the likeliest mistake first: a forward without `return`
     if output is None:
         return "The model returned None: let its forward end in `return`"
@@ -113,7 +115,7 @@ def _instead_of_a_tensor(output: Any) -> str:
 
 
 def read_loss(returned: Any) -> Loss:
-    """Returns (sum, weight) or (sum, weight, extras) of the task's loss as a `Loss`; raises `InputError` otherwise."""
+    """Returns what `Task.loss` returned, (sum, weight) or (sum, weight, extras), as a `Loss`; else `InputError`."""
     # the likeliest mistake first: a mean
     if isinstance(returned, torch.Tensor):
         raise InputError(f"{_SHAPE}, got one tensor: a mean hides the weight that parts of a batch must share")
@@ -133,7 +135,7 @@ def read_loss(returned: Any) -> Loss:
 
 
 def not_negative(value: float, what: str) -> float:
-    """Returns the value of a weight. Raises `InputError` for a negative one, by which steps would climb the loss."""
+    """Returns `value`, a weight that messages call `what`; `InputError` if it is negative (steps would go uphill)."""
     if value < 0:
         raise InputError(
             f"Task.loss returned {value:g} as the {what}, which divides the sum and turns its sign around: return how "
@@ -154,14 +156,17 @@ def _extra(name: str, value: Any) -> Extra:
 
 
 def _number(value: Any, what: str) -> torch.Tensor | float:
-    """Returns a weight as one number, unread where it is a tensor; `InputError` for anything else."""
+    """Returns a weight as a float, or as a detached () tensor that is not read; `InputError` for anything else.
+
+    what  the weight's name in messages
+    """
     if isinstance(value, torch.Tensor) and value.requires_grad:
         raise InputError(
             f"{_SHAPE}: the {what} carries a gradient, and sums are divided by it without one: give {what}.detach() "
             "where it counts samples, or divide in the sum and return how many samples count"
         )
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().reshape(())  # not read here: the control row tells if it is negative
+        return value.detach().reshape(())  # not read here; `normalise` refuses a negative one
     if isinstance(value, int | float) and not math.isfinite(value):
         raise InputError(f"{_SHAPE}: the {what} is {value:g}: return how many samples or tokens count, 0 or more")
     if isinstance(value, int | float):
@@ -170,6 +175,7 @@ def _number(value: Any, what: str) -> torch.Tensor | float:
 
 
 def _describe(value: Any) -> str:
+    """Returns a value's type, with its shape or length, for messages."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
     return f"{type(value).__name__}{shape}{length}"

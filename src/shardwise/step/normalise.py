@@ -1,4 +1,4 @@
-"""Divide summed gradients by the global weight and clip them, once; squares: step/control. Scripts: over_ranks.
+"""Divide summed gradients by the global weight and clip them by their norm, in one multiplication.
 
 g <- (sum over ranks and micro-batches of g) * min(1, clip / |g|) / (W * loss scale)
 """
@@ -20,7 +20,7 @@ from shardwise.step.loss import not_negative
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 
-RUN = 2**13  # elements, whose squares float32 adds up with an error of 1e-7
+RUN = 2**13  # elements whose squares a CPU adds up in float32, one after another, with an error of 1e-7
 SKIP = 'or go on without such updates by on_nonfinite="skip"'
 DIVERGED = "Lower the learning rate, set clip_norm, {}"
 UNSET = "Give it values where the model is made: torch.empty holds what was in memory before"
@@ -31,7 +31,10 @@ NO_WEIGHT = (
 
 
 class NotFinite(RunError):
-    """The loss, the gradient norm or the weight of a step is NaN, infinite or zero; raised alike on every rank."""
+    """The loss or the gradient norm of a step is not finite, or its weight is 0; raised on every rank.
+
+    what  which value and step;  where  at which parameter or sample, or "";  remedy  what the user can do
+    """
 
     def __init__(self, what: str, where: str, remedy: str):
         super().__init__(f"{what}{where}. {remedy}")
@@ -39,26 +42,26 @@ class NotFinite(RunError):
 
 
 def held_gradients(state: RankState) -> list[torch.Tensor]:
-    """Returns the gradients of this rank's master weights, each whole or the piece that the rank holds."""
+    """Returns the gradients of this rank's masters that have one, each unsharded or this rank's piece."""
     gradients = (slot.master.grad for slot in state.technique.slots)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def _as_summed(state: RankState) -> list[torch.Tensor] | None:
-    """Returns a step's gradients in a few flat tensors; None where a rank counts only some of them (tp, a pipeline).
+    """Returns a step's gradients as a few flat tensors, one for each bucket; None if they do not lie so.
 
-    Only as long as nobody has changed them since they were summed. A tensor for each bucket takes a tenth of the time
-    of one for each weight, of which a small model has as many as a large one.
+    Valid only while nobody has replaced a gradient since the sums. None also if a rank counts only some gradients (tp,
+    a pipeline). Kernels over buckets take a tenth of the time of kernels over weights.
     """
     alone = state.tensor is None and state.staged is None and state.as_made is None
     return state.technique.flat_gradients() if alone else None
 
 
 def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
-    """Returns the squared L2 norm of the gradients that this rank counts, summed over tp; each element counts once.
+    """Returns the squared L2 norm, () float64 on the device, of the gradients that this rank counts, summed over tp.
 
-    () float64 on the device: the host reads it with the control row.
-    changed   a script may have given masters other gradients than the sums over ranks
+    Over the ranks that hold different pieces each element counts once. The host reads it with the control row.
+    changed   whether a script may have replaced gradients since the sums over ranks
     """
     # plan.deterministic: one sum over whole gradients, whose order does not depend on ranks
     if state.order is not None:
@@ -73,7 +76,7 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     # without shares every gradient of this rank counts
     if state.tensor is None:
         return sum_of_squares(state, slots)
-    # Ranks of tp hold shares of cut weights, and the same whole ones, which the first of them counts.
+    # tp ranks hold shares of cut weights, which add up, and equal gradients of the others, which the first rank counts.
     total = sum_of_squares(state, [slot for slot in slots if slot.name in state.tensor.cuts])
     if state.mesh.tp.index == 0:
         total = total + sum_of_squares(state, [slot for slot in slots if slot.name not in state.tensor.cuts])
@@ -82,7 +85,7 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
 
 
 def _whole_square_norm(state: RankState) -> torch.Tensor:
-    """Returns the squared norm, the same bits on any number of ranks: of whole gradients, one after the other."""
+    """Returns the squared norm over unsharded gradients, one after another: the same bits on any number of ranks."""
     squares = torch.zeros((), dtype=torch.float64, device=state.device)
     for gradient in gathered_together(state.technique.full_gradient(index) for index in range(len(state.names))):
         if gradient is not None and gradient.numel():
@@ -91,7 +94,7 @@ def _whole_square_norm(state: RankState) -> torch.Tensor:
 
 
 def _counted_slots(state: RankState) -> list[Slot]:
-    """Returns the slots that this rank counts: one rank of dp_shard and one pipeline stage counts each weight."""
+    """Returns the slots whose gradients this rank counts, so that each weight counts on one dp_shard rank and stage."""
     slots = [slot for slot in state.technique.slots if slot.counted]
     if state.staged is None:
         return slots
@@ -99,7 +102,7 @@ def _counted_slots(state: RankState) -> list[Slot]:
 
 
 def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
-    """Returns the sum of squares of these slots' gradients on this rank: () float64, on the device."""
+    """Returns the sum of squares of these slots' gradients on this rank, () float64 on the device."""
     # gradients that were used as made are freed, and their norms were noted; others are still there
     if state.as_made is not None:
         early = state.as_made.norms
@@ -110,7 +113,7 @@ def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum on the device; of gradients that lie on the host as one number from there."""
+    """Returns the sum of squares of gradients, () float64 on `device`, also of gradients that lie on the host."""
     alike = by_device(gradient for gradient in gradients if gradient.numel())
     squares = [_summed(norms_of(held), device).to(device, non_blocking=True) for held in alike]
     if len(squares) == 1:
@@ -119,20 +122,21 @@ def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torc
 
 
 def norms_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns L2 norms whose squares add up to those of gradients of one device: (n,) each."""
+    """Returns 1-d tensors of L2 norms whose squares add up to the squared norm of all `gradients` (of one device)."""
     if gradients and not on_host(gradients[0].device):
         return [norm.reshape(1) for norm in torch._foreach_norm(gradients)]
     return [norms for gradient in gradients for norms in _norms_of_runs(gradient)]
 
 
 def _summed(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns the sum of the squares of all these norms, () float64."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return (torch.cat(norms) if len(norms) > 1 else norms[0]).double().square().sum()
 
 
 def _norms_of_runs(gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the L2 norms of runs of `RUN` elements, and of the rest: (n,) each, in the gradient's precision.
+    """Returns the L2 norms of runs of `RUN` elements, (n,), and of the remaining elements, (1,), in the same dtype.
 
     A CPU adds up a tensor's squares one after the other, in float32: of 38 million, GPT-2's embeddings, the norm comes
     out 0.2% too small, and that of two halves otherwise.
@@ -146,31 +150,31 @@ def _norms_of_runs(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 
 def norm_of_gradients(state: RankState) -> float:
-    """Returns the L2 norm of the gradients as all ranks have them now, clipped or changed. Collective."""
+    """Returns the global L2 norm of the gradients as they are now, clipped or changed by a script too. Collective."""
     table = gather_rows(square_norm(state, changed=True).reshape(1), state.mesh.gradients)
     rows = read(table.view(-1), "the norm of gradients")
-    # Pieces' squares add up over dp_shard; replicas of these, and whole gradients, have the same number each.
+    # Squares of pieces add up over dp_shard, whose ranks come first; replicas have equal numbers, so one is read.
     summed = state.technique.in_pieces and state.order is None
     return math.sqrt(sum(rows[: state.mesh.shard.size] if summed else rows[:1]))
 
 
 def divisor_of(state: RankState, weight: float) -> float:
-    """Returns what a step's summed gradients are divided by, of its global weight."""
-    # the gradient of ranks that have the same samples was summed; a backward of the user's may give a half none
+    """Returns the divisor of a step's summed gradients: global `weight` x loss scale x ranks with the same samples."""
+    # if all data ranks have the same samples (loss_scope="model"), their equal gradients were summed
     copies = state.mesh.data.size if state.same_samples else 1
     return weight * (state.scale.value if state.scale is not None else 1.0) * copies
 
 
 def clip_of(state: RankState, norm: float) -> float:
-    """Returns the factor on gradients of this norm: 1.0 where nothing is clipped."""
+    """Returns the factor that clips gradients of this norm to `clip_norm`; 1.0 without clipping."""
     return min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
 
 
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
-    """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update).
+    """Divides gradients by the global weight and clips them; returns (`StepResult`, whether all ranks may update).
 
-    Raises `NotFinite` on every rank for a loss or norm that is not finite, where such steps are neither skipped nor
-    used and no loss scale expects it; `InputError` for a negative weight.
+    If loss or norm is not finite, raises `NotFinite` on every rank under on_nonfinite="raise", unless an fp16 loss
+    scale expects an overflow; returns False under "skip", True under "use". Raises `InputError` for a negative weight.
     """
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done + 1}")
     scale, divisor = state.scale, divisor_of(state, weight)
@@ -192,7 +196,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
             for name, value in agreed.extras.items()
         },
     )
-    # An infinite loss is no overflow of gradients: a smaller scale would not mend it.
+    # If the loss itself is infinite a smaller scale would not help, so that is no overflow.
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
     if not finite and state.on_nonfinite != "use":  # "use": one measures, and no update is refused
@@ -201,7 +205,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
             not_finite(state, result)
         return result, False
     clip = clip_of(state, norm)
-    # Clipping and division in one product: twice would round twice.
+    # Clipping and division in one multiplication, so that gradients are rounded once.
     flat = _as_summed(state)
     gradients = held_gradients(state) if flat is None else flat
     if gradients and divisor and clip / divisor != 1.0:
@@ -211,16 +215,19 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
 
 
 def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
-    """Raise `NotFinite`, unless the loss scaler expects this; `skip`: how to go on. Collective."""
+    """Raise `NotFinite` on all ranks, unless the fp16 loss scaler expects an overflow. Collective.
+
+    skip  text for the user on how to go on without such updates
+    """
     # fp16: gradients that overflow are expected, and the next step has a smaller scale
     if state.scale is not None and math.isfinite(result.loss):
         return
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
-    # nothing counts in the batch: what is wrong is no number of the model's
+    # with weight 0 the batch is at fault, not the model
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done + 1}", "", NO_WEIGHT.format(skip))
-    # weights are looked at in the first step alone, before any update: uninitialised ones are the likeliest mistake
+    # in the first step, before any update, uninitialised weights are the likeliest cause
     unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(
@@ -232,7 +239,7 @@ def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
 
 
 def _first_bad(state: RankState, of: Callable[[Slot], torch.Tensor | None]) -> str | None:
-    """Returns the first parameter of which a tensor (`of` its slot) is not finite on some rank, or None. Collective."""
+    """Returns the first parameter whose tensor `of(slot)` has a non-finite value on some rank, or None. Collective."""
     index_of = {name: index for index, name in enumerate(state.names)}
     tensors = [(index_of[slot.name], tensor) for slot in state.technique.slots if (tensor := of(slot)) is not None]
     bad = [index for index, tensor in tensors if not read(torch.isfinite(tensor).all(), "a finite tensor")]

@@ -17,7 +17,10 @@ from shardwise.step.state import RankState
 
 
 def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> NotFinite:
-    """Returns the error, or one that names the sample where some rank's batch is NaN or infinite. Collective."""
+    """Returns `error`, or one that names the first sample with a NaN or infinity on any rank. Collective.
+
+    parts  this rank's parts of the step's batch
+    """
     bad = [entry for entry in gather_json(_first_bad(parts), state.mesh.world, state.device) if entry is not None]
     if not bad:
         return error
@@ -27,8 +30,11 @@ def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> No
 
 
 def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
-    """Returns (sample of the global batch, field, value) of this rank's first value that is not finite, or None."""
-    before, bad = 0, []  # samples in the micro-batches before
+    """Returns (index of the sample in the global batch, leaf's name, "NaN" or "an infinite value"), or None.
+
+    It is the first sample of this rank with a value that is not finite.
+    """
+    before, bad = 0, []  # `before`: samples in earlier micro-batches
     for part in parts:
         for index, leaf in enumerate(tree_flatten(part.batch)[0]):
             row_and_value = _bad_row(leaf) if part.count else None  # a stand-in is another rank's sample
@@ -40,8 +46,10 @@ def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
 
 
 def _bad_row(leaf: Any) -> tuple[int, str] | None:
-    """Returns the first row of a tensor with a value that is not finite, and what that value is; None if all are."""
-    # arrays of numpy too, but nothing without rows; torch has none of text or dates
+    """Returns (index along dim 0, "NaN" or "an infinite value") of the first non-finite row of a leaf, or None.
+
+    None also for a leaf that is no floating-point tensor or array with a batch dim.
+    """
     leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc" else leaf
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
         return None

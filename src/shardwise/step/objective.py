@@ -1,4 +1,4 @@
-"""What backward differentiates: the loss's sum, extra terms of the task, times the loss scale."""
+"""Compute the scalar that backward differentiates: loss sum plus the task's extra terms, times the loss scale."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shardwise.step.state import RankState
 
 
 def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns (what backward differentiates, extra terms by name): the sum plus extras, times the loss scale.
+    """Returns (the scalar to differentiate, {extra term: its detached value in the loss}) of one micro-batch.
 
-    An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
+    The scalar is the loss's sum plus its extra terms, times the loss scale in fp16. An extra (E, V) with its own weight
+    enters as E w / V with the micro-batch's global weights w and V, so that
     the step's loss is sum_i (S_i + w_i E_i / V_i) / W. Collective where an extra has a weight of its own, and in the
     first call with a loss scale. Raises `RefusedPlan` for extra terms that this plan cannot add up.
     """
@@ -33,10 +34,10 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
 
 
 def _with_all_terms(state: RankState, loss: Loss) -> Loss:
-    """Returns the loss with a term of value 0 for each extra term that this rank's samples do not have.
+    """Returns the loss with a zero for each extra term that other samples have (`state.terms`) and these lack.
 
-    Ranks meet for terms with a weight of their own, and for the control row: a rank whose samples reach no box would
-    come to fewer of these than the others.
+    Ranks exchange the weights of terms, and the control row has a column for each, so all ranks need the same terms.
+    For example, a box loss is missing on a rank whose samples have no boxes.
     """
     nothing = loss.total.detach() * 0
     missing = {name: weighted for name, weighted in state.terms.items() if name not in loss.extras}
@@ -50,7 +51,10 @@ def _with_all_terms(state: RankState, loss: Loss) -> Loss:
 
 
 def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | float]:
-    """Returns {extra term: its factor}: 1 or w / V, the latter on the device where it is made of weights."""
+    """Returns {extra term: factor on its sum}: w / V, a tensor, for a term with its own weight, else 1.0.
+
+    Collective if a term has its own weight.
+    """
     factors: dict[str, torch.Tensor | float] = dict.fromkeys(loss.extras, 1.0)
     own = {name: extra.weight for name, extra in sorted(loss.extras.items()) if extra.weight is not None}
     if own and state.order is not None:
@@ -61,7 +65,7 @@ def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | flo
     if own:
         row = row_of([loss.weight, *own.values()], state.device)
         main, *totals = gather_rows(row, state.mesh.data).sum(dim=0)
-        # a term that counts nothing anywhere adds nothing
+        # factor 0 if the term's weight is 0 on all ranks
         factors |= {name: torch.where(t != 0, main / t, t) for name, t in zip(own, totals, strict=True)}
     return factors
 

@@ -1,4 +1,4 @@
-"""Optimizers with a mode, such as schedule-free ones: `train()` before a step, `eval()` for weights to be looked at.
+"""Support optimizers with a mode, such as schedule-free ones: `train()` before a step, `eval()` to evaluate weights.
 
     optimizer.train()   the weights are those at which gradients are taken
     optimizer.eval()    the weights are those to evaluate, and to keep (an average of all before)
@@ -6,7 +6,7 @@
 A mode moves weights and state element by element, as a step does, so a rank moves its pieces; the trial of the
 optimizer (engine/optimizer) runs both modes.
 
-What this does not do: modes of state that lies in a tier.
+What this does not do: switch modes while state is offloaded from an accelerator.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ def has_mode(optimizer: Optimizer | None) -> bool:
 
 
 def enter_training(optimizer: Any) -> None:
-    """Switch an optimizer with a mode to training; its steps raise or go wrong elsewhere."""
+    """Calls `optimizer.train()` if it has modes, since its `step` is invalid in evaluation mode."""
     if has_mode(optimizer):
         optimizer.train()
 
 
 def switch(state: RankState, change: Callable[[], Any]) -> Any:
-    """Run `change`, the optimizer's `train` or `eval`, on this rank's pieces; returns its result. Collective."""
+    """Calls `change`, the optimizer's `train` or `eval`, and publishes the changed weights; returns its result.
+
+    Collective.
+    """
     result = change()
     if state.owners is not None:
         state.owners.hand_out(set(range(len(state.names))))
@@ -43,14 +46,14 @@ def switch(state: RankState, change: Callable[[], Any]) -> Any:
 
 
 def during(context: AbstractContextManager[None], items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, which are computed one by one inside the context."""
+    """Yields the items, each computed inside `context`, which is left after the last one."""
     with context:
         yield from items
 
 
 @contextmanager
 def evaluation_weights(state: RankState) -> Iterator[None]:
-    """Context: the optimizer's `eval()` weights (its averages) are in place, where it has such a mode. Collective."""
+    """Context: the module has the optimizer's `eval()` weights (averages), if it has that mode. Collective."""
     optimizer: Any = state.optimizer
     if not has_mode(optimizer):
         yield

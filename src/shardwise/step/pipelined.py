@@ -1,14 +1,14 @@
-"""A step under a pipeline: this rank's row of the schedule, its draws, the control row over stages. See also: rank_row.
+"""A step under a pipeline: this rank's row of the schedule, its seeds, and the control row over stages.
 
     for each op of the row:
-        F    receive hidden states . forward of the stage . send on; the last stage computes the loss
-        B    receive their gradients . backward . send the input's gradient back
-        I W  the same in two parts: the input's gradient, which is sent at once; later the weights'
-    finish   gradients over data ranks as without a pipeline; those of tied parameters over the stages that hold them;
-             loss, weight and norm told to every stage
+        F    receive hidden states . forward of the stage . send outputs; the last stage computes the loss
+        B    receive the outputs' gradients . backward . send the inputs' gradients
+        I W  B in two parts: the inputs' gradients, which are sent at once; later the weights' gradients
+    finish   sum gradients over data ranks as without a pipeline, and those of tied parameters over their stages; send
+             loss, weight and norm to every stage
 
-A step runs the schedule `accumulate` times, each time with `microbatches` micro-batches: one process that
-accumulates accumulate * microbatches micro-batches does the same sums.
+A step runs the schedule `accumulate` times, each with `microbatches` micro-batches, so it equals one process that
+accumulates over accumulate * microbatches micro-batches.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ from shardwise.trace.deferred import seed_of
 
 
 def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
-    """Run forward and backward of every micro-batch of a step, in the order of this rank's row of the schedule."""
+    """Runs forward and backward of a step's micro-batches, in the order of this rank's row of the schedule.
+
+    parts  this rank's part of each micro-batch;  tally  gets losses, weights and used parameters
+    """
     staged = _staged(state)
     row, done = _Row(state, staged, parts, tally), 0
     while done < len(parts):
         schedule = staged.cut.schedule
-        if len(parts) - done < schedule.microbatches:  # the end of an epoch
+        if len(parts) - done < schedule.microbatches:  # fewer are left, as at the end of an epoch
             schedule = plain_schedule(schedule.owner, len(parts) - done)
         final = schedule.last_backward(staged.axis.index)  # after it gradients of weights may be reduced
         staged.mail.expect(schedule, done, row.key)
@@ -62,34 +65,35 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
                 row.run(op, done + op.microbatch, last=ends and place == final)
         done += schedule.microbatches
     staged.mail.flush()
-    # set where forwards take gradients over a stage's boundary: what they asked for in this step is dropped
+    # `serving` exists if forwards take gradients over a stage's boundary; its requests of this step are dropped
     if staged.serving is not None:
         staged.serving.clear()
     staged.staged.on_enter = None
 
 
 def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Completes the gradients, sums tied parameters' over stages; returns the `Agreement` of all ranks' rows.
+    """Completes the gradients, sums those of tied parameters over stages; returns all ranks' `Agreement`. Collective.
 
-    again   data ranks used other parameters in this step, and `used` is what any of them did
+    used    indices of the parameters that this rank reached; with `again`, that any data rank reached
+    again   whether this is the second call in a step, since data ranks used different parameters
     """
     cut = _staged(state).cut
     used = _tied_used(state, used)
     state.technique.finish_step(used)
-    # Tied gradients are summed in place, which cannot be done twice: first whether data ranks used the same.
+    # Tied gradients are summed in place, which cannot be done twice, so data ranks' branches are compared first.
     if cut.tied and state.data_ranks > 1 and not again:
         agreed = agree_stages(state, tally, 0.0)
-        if not agreed.same_branches:  # this is called again, with what any data rank used
+        if not agreed.same_branches:  # the caller calls again, with what any data rank used
             return agreed
     _sum_tied(state, used)
     return agree_stages(state, tally, square_norm(state))
 
 
 def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
-    """Returns the `Agreement` over data ranks, then over stages: the last stage's loss, weight, samples and extras.
+    """Returns the `Agreement` over data ranks and stages. Collective.
 
-    `square_norms` is one number, the sum over all stages; branches are the same where they are on every stage. In fp16
-    every stage takes the last one's loss scale, into `state.scale`. Collective.
+    Loss, weight, samples and extras are the last stage's; `square_norms` has one number, the sum over all stages; and
+    `same_branches` holds if it does on every stage. In fp16 `state.scale` is set to the last stage's.
     """
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.gradients)
     rows = own.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else own.square_norms[:1]
@@ -116,11 +120,11 @@ def _staged(state: RankState) -> StagedForward:
 class _Saved:
     """A micro-batch's tensors that a stage saves between its forward and its backward.
 
-    inputs   what it was sent, leaves of its graph
-    outputs  what it sent, or the objective on the last stage
-    key      of its messages' shapes (`StagedForward.key`)
-    tape     of gradients that the forward takes itself
-    later    what W needs once I is done
+    inputs   tensors that it received, leaves of its graph
+    outputs  tensors that it sent; on the last stage [the scalar to differentiate]
+    key      key of its messages' shapes (`StagedForward.key`)
+    tape     of gradients that the forward takes itself over the stage's boundary; else None
+    later    set by op I: what op W needs
     """
 
     inputs: list[torch.Tensor]
@@ -131,23 +135,23 @@ class _Saved:
 
 
 class _Row:
-    """Runs the ops of one step on this rank; between forward and backward results are kept by (stage, micro-batch)."""
+    """Runs the ops of one step on this rank, and keeps a `_Saved` for each (stage, micro-batch) between F and B."""
 
     def __init__(self, state: RankState, staged: StagedForward, parts: list[Share], tally: Tally):
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._first = True  # no forward was run
-        self._trained: dict[int, list[bool]] = {}  # by stage: which weights its first forward left trainable
+        self._trained: dict[int, list[bool]] = {}  # stage -> `trainable()` after its first forward
         self._keys: dict[int, tuple] = {}
 
     def key(self, index: int) -> tuple:
-        """Returns the key of the shapes of a micro-batch's messages (`StagedForward.key`)."""
+        """Returns the key of the message shapes of the micro-batch `index` (`StagedForward.key`)."""
         if index not in self._keys:
             self._keys[index] = self.staged.key(self.parts[index].batch, index)
         return self._keys[index]
 
     def run(self, op: Op, index: int, *, last: bool) -> None:
-        """Run one op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
+        """Runs one op on the micro-batch `index`. `last`: whether it is the last op that makes gradients of weights."""
         if op.kind == "F":
             self._forward(op.stage, index)
         else:
@@ -164,7 +168,7 @@ class _Row:
         batch = staged.to_device(part.batch)
         key = self.key(index)
         inbox = staged.mail.receive_forward(stage, index, key) if stage else []
-        if state.global_random is None:  # masks of a stage are its own; what is drawn before it, everybody's
+        if state.global_random is None:  # a stage's own random numbers; those drawn before it are equal on all stages
             own = seed_of("fast", state.seed, state.steps_done, index, state.data_rank, stage)
             staged.staged.on_enter = lambda: seed_generators(own)
         with drawing(state), as_left(state.module, staged.cut.written):
@@ -176,10 +180,10 @@ class _Row:
                 staged.mail.send_forward(stage, index, key, outputs)
         self._as_first(stage)
         self._saved[stage, index] = _Saved(staged.staged.taken, outputs, key, tape)
-        staged.staged.taken = []  # or the last of them would live on until the next step
+        staged.staged.taken = []  # else the last micro-batch's tensors would be kept until the next step
 
     def _as_first(self, stage: int) -> None:
-        """Raise `RefusedPlan` where a forward leaves other weights trainable than the stage's first one of the step."""
+        """Raise `RefusedPlan` if a forward leaves other weights trainable than the stage's first one of the step."""
         now = self.staged.trainable()
         if now != self._trained.setdefault(stage, now):
             raise RefusedPlan(
@@ -189,7 +193,7 @@ class _Row:
             )
 
     def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
-        """Returns the objective of a micro-batch, scaled for backward; adds its loss to the step's sums."""
+        """Returns the scalar to differentiate of a micro-batch; adds its loss to the tally."""
         objective, extras = objective_of(self.state, loss)
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
@@ -197,13 +201,13 @@ class _Row:
         return objective
 
     def _meet(self, part: Share) -> None:
-        """Set the micro-batch that modules work on: its samples for random draws, and whether it is a stand-in."""
+        """Sets the samples that modules run next, for random numbers by global index and to mark a stand-in."""
         self.state.phase.samples = part.count
         if self.state.global_random is not None:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)
 
     def _backward(self, op: Op, index: int, *, last: bool) -> None:
-        """Run a backward of a micro-batch: whole (B), of inputs alone (I), or of weights (W), which sends nothing."""
+        """Runs op B (whole backward), I (of inputs only) or W (of weights only, nothing is sent) of a micro-batch."""
         saved, mail = self._saved[op.stage, index], self.staged.mail
         if op.kind == "W":
             assert saved.later is not None
@@ -214,16 +218,17 @@ class _Row:
         self._meet(self.parts[index])  # recompute runs the forward again
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < self.staged.last:
-            # The next stage may ask for more of the forward's own gradients before it has the outputs' gradients.
-            # only where forwards take gradients themselves, over a stage's boundary
+            # The forward takes gradients over the stage's boundary, and the next stage may still ask for some before
+            # it has the outputs' gradients.
             if self.staged.serving is not None:
                 with drawing(self.state):
                     self.staged.serving.until_end(op.stage, index)
             gradients = mail.receive_backward(op.stage, index, saved.key)
-            # what the next stage's backward did not reach: zeros in its place would have the optimizer move weights
+            # outputs that the next stage's backward did not reach are left out, since zero gradients for weights that
+            # nobody used would make the optimizer move them
             saved.outputs = [o for o, g in zip(saved.outputs, gradients, strict=True) if g is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
-        # the forward took gradients itself: its tape adds tensors to go back from; the stage before may stop serving
+        # The forward took gradients itself, so its tape adds tensors from which backward starts.
         if saved.tape is not None and self.staged.serving is not None:
             with drawing(self.state):
                 saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)
@@ -245,14 +250,17 @@ class _Row:
 
     @contextmanager
     def _counted(self, last: bool) -> Iterator[None]:
-        """Context of a backward that makes gradients of weights: the technique reduces and counts them."""
+        """Context of a backward that makes gradients of weights, which the technique then reduces.
+
+        last  whether it is the step's last such backward on this rank, so that reductions may start
+        """
         self.state.technique.start_micro_batch(last=last)
         yield
         self.tally.used.append(self.state.technique.finish_micro_batch())
 
     @staticmethod
     def _whole(saved: _Saved, gradients: list[torch.Tensor | None]) -> None:
-        """Run the whole backward of a stage's micro-batch; `RefusedPlan` where recomputing did something else."""
+        """Runs the backward of a stage's micro-batch; `RefusedPlan` if a recomputed block differs from its forward."""
         try:
             backward.whole(saved.outputs, gradients)
         except CheckpointError as error:
@@ -266,7 +274,7 @@ class _Row:
 
 
 def _tied_used(state: RankState, used: set[int]) -> set[int]:
-    """Returns `used` and each tied parameter of this rank that any stage used. Collective over stages."""
+    """Returns `used` plus indices of this rank's tied parameters that any stage used. Collective over stages."""
     staged = _staged(state)
     tied = staged.cut.tied
     if not tied:
@@ -280,7 +288,7 @@ def _tied_used(state: RankState, used: set[int]) -> set[int]:
 
 @torch.no_grad()
 def _sum_tied(state: RankState, used: set[int]) -> None:
-    """Sum gradients of parameters on several stages: the first that holds one adds them up in the order of stages."""
+    """Sums gradients of parameters that several stages hold, into each holder's `master.grad`. Collective."""
     staged, technique = _staged(state), state.technique
     if not staged.cut.tied:
         return
@@ -300,7 +308,7 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
             gradient = torch.zeros(shapes[name], dtype=kind, device=where)
         numbers = _summed(as_pairs(gradient.contiguous()), staged.axis, staged.cut.holders[name], number)
         total = state.outside(name, numbers)
-        if not reached and isinstance(technique, FullShard):  # FSDP2 has brought none to the parameter itself either
+        if not reached and isinstance(technique, FullShard):  # FSDP2 has set no `.grad` that could be written into
             technique.place_gradient(index, total)
             continue
         slot = slots.get(name)
@@ -315,7 +323,10 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
 
 
 def _summed(gradient: torch.Tensor, axis: Axis, holders: tuple[int, ...], number: int) -> torch.Tensor:
-    """Returns the sum over the holders, the same bits on each: the first one adds, and sends it to the others."""
+    """Returns the sum of `gradient` over the pipeline ranks `holders`, the same bits on each.
+
+    The first holder adds in order of ranks and sends the sum to the others. number: of the parameter, for messages
+    """
     first, *others = holders
     tag = "tied gradients"
     if axis.index != first:  # even numbers on the way to the first holder, odd ones back: messages stay apart

@@ -1,13 +1,13 @@
-"""Repeat a step whose gradients were used as they were made, where their norm came to more than the bound.
+"""Repeat a step that updated weights within backward, if the norm of its gradients turns out to exceed `clip_norm`.
 
     first    forward, backward: sub-groups updated, as if nothing were clipped      norm <= bound: the step stands
-    else     weights, state ── put back (tiers/undo)      buffers, draws, what the module holds ── put back
+    else     weights, state ── restored (tiers/undo)      buffers, RNG states, what the module holds ── restored
     again    forward, backward: gradients · bound / norm, sub-groups updated
 
-Every rank has the same norm, from the same rows, so that all repeat or none. The norm of the second run is the first
-one's; where it is another, the forward hangs on what is not put back, and the run ends.
+Every rank has the same norm, from the same control rows, so either all repeat or none. If the second run has another
+norm, the forward depends on something that is not restored, and the run ends.
 
-What this does not do: put back what a forward changes in its batch (the look finds that parts do not add up then), in
+What this does not do: restore what a forward changes in its batch (the look finds that parts do not add up then), in
 objects of torch's classes, in files, or in other processes.
 """
 
@@ -25,11 +25,14 @@ from shardwise.step.state import RankState
 from shardwise.trace.module_state import ModuleState
 from shardwise.trace.outside_state import Reached
 
-APART = 1e-2  # of two norms that are one, where a device adds up in another order each time
+APART = 1e-2  # relative difference of the two norms that is allowed, since a device may sum in varying order
 
 
 class Before:
-    """What forward and backward of a step change beside weights and the optimizer's state, as it was before."""
+    """A snapshot of what a step's forward and backward change besides weights and the optimizer's state.
+
+    That is the module's buffers and attributes, RNG states, sums of metrics.
+    """
 
     def __init__(self, state: RankState):
         task, forward = state.task, state.forward
@@ -41,7 +44,7 @@ class Before:
         self._gathered = forward.gathered_bytes
 
     def put_back(self, state: RankState) -> None:
-        """Let all of it be what it was."""
+        """Restores the snapshot."""
         for put in self._put_back:
             put()
         if state.forward.metrics is not None:
@@ -50,7 +53,7 @@ class Before:
 
 
 def clipped_late(state: RankState, result: StepResult) -> float | None:
-    """Returns what the step's gradients, used already, should have been multiplied by; None where the step stands."""
+    """Returns the clip factor that gradients used within backward should have had; None if the step is valid."""
     clip = clip_of(state, result.grad_norm)
     return clip if state.tier is not None and state.tier.stepping and clip != 1.0 else None
 

@@ -10,14 +10,14 @@ class StepResult:
     """One optimizer step, the same numbers on every rank.
 
     step       from 0
-    loss       global sum / global weight, extra terms added; NaN where nothing counts
-    weight     global weight
-    extras     each extra term as it entered the loss
+    loss       global sum / global weight, extra terms added; NaN if the weight is 0
+    weight     global weight (number of samples or tokens that count, as Task.loss says)
+    extras     name of an extra term -> its part of the loss
     grad_norm  global norm of the gradient before clipping
-    lr         learning rate of the first parameter group in this step; NaN where it has none
-    skipped    the update was left out because a value was not finite
+    lr         learning rate of the first parameter group in this step; NaN if it has none
     samples    samples that counted, over all ranks
-    metrics    those of Task.metrics over the step's samples
+    skipped    whether the update was left out because loss or gradients were not finite
+    metrics    name -> value of Task.metrics over the step's samples
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""States that a forward keeps of each sample for the next micro-batch: each rank's are those of its own samples."""
+"""Check models that keep a state of each sample for the next micro-batch (truncated backpropagation through time)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from shardwise.step.state import RankState
 
 
 def meet_kept(state: RankState, part: Share) -> None:
-    """Raise `RefusedPlan` where a rank would go on from states of other samples than one process.
+    """Raise `RefusedPlan` if a rank would continue from a state of other samples than one process does.
 
-    Where a micro-batch has another number of samples than the last one, a forward begins with new states; on a rank
-    that has as many as before it would not.
+    part  this rank's share of the micro-batch that runs next
+    If the number of samples changes, one process begins with new states. A rank whose own number is unchanged would
+    continue from the old ones.
     """
     last, state.last_total = state.last_total, part.total
-    # nothing to go on from at the start, or where one process has as many samples as before
+    # no state at the start (`last` 0); and if the total is unchanged one process continues too
     if not state.keeps_samples or state.data_ranks == 1 or last in (0, part.total):
         return
     for rank in range(state.data_ranks):

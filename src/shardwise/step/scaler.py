@@ -1,4 +1,4 @@
-"""Dynamic loss scale for fp16: powers of two, which round nothing (made by assemble; proof: own_precision).
+"""Dynamic loss scale for fp16. Scales are powers of two, so that they round nothing.
 
 Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
 """
@@ -12,13 +12,13 @@ import torch
 from shardwise.comm import Axis, gather_rows
 from shardwise.host import read, row_of
 
-GROW_AFTER = 2000
+GROW_AFTER = 2000  # steps without an overflow, as in `torch.amp.GradScaler`
 
 
 class LossScale:
-    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one.
+    """The factor on losses, `value`: halved on an overflow, doubled after `GROW_AFTER` steps without one.
 
-    0.0 until `factor` has chosen it.
+    `value` is 0.0 until the first call of `factor`.
     """
 
     def __init__(self) -> None:
@@ -26,20 +26,21 @@ class LossScale:
         self._good_steps = 0
 
     def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device, micro_batches: int) -> float:
-        """Returns the scale; the first call, collective, chooses 2^15 over the global weight, since sums grow with it.
+        """Returns the scale. The first call is collective, and chooses about 2^15 / (global weight of a step).
 
-        The weight of the first of a step's micro-batches, over all ranks, stands for each of them, so that the scale
-        is the same however a global batch is dealt.
+        weight         this rank's loss weight of the first micro-batch, which is summed over `axis`
+        micro_batches  in a step; the step's weight is taken as that many times the first one's
+        Loss sums grow with the weight, so the scale must shrink with it.
         """
         if not self.value:
             total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
             total = max(total * micro_batches, 1.0)
-            # a weight that is no number is told by the step's own look at it
+            # a weight that is not finite is refused by the step itself (`normalise`)
             self.value = 2.0 ** (15 - round(math.log2(total if math.isfinite(total) else 1.0)))
         return self.value
 
     def update(self, *, overflow: bool) -> None:
-        """Adapt the scale after a step: halved on an overflow, doubled after many good steps."""
+        """Adapts the scale after a step. `overflow`: whether gradients were not finite though the loss was."""
         self._good_steps = 0 if overflow else self._good_steps + 1
         if overflow:
             self.value /= 2
@@ -47,9 +48,9 @@ class LossScale:
             self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the scale and the count of good steps, as `load_state_dict` takes them."""
+        """Returns {"value": scale, "good_steps": steps since the last overflow}."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Set the scale and the count of good steps to those of `state_dict`."""
+        """Restores what `state_dict` returned."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,4 +1,4 @@
-"""Run the model and its loss on this rank's pipeline stages, called by a schedule (pipelined) or alone."""
+"""Run the model and its loss on this rank's pipeline stages, one by one for a schedule (pipelined), or all in turn."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ from shardwise.parallel.pipeline.stage_messages import Mail
 from shardwise.step.forward import Forward
 from shardwise.step.loss import Extra, Loss
 
-PASSES = 2**12  # forwards outside of steps, numbered anew after so many
+PASSES = 2**12  # forwards without a schedule get message numbers modulo this
 
 
 class StagedForward(Forward):
-    """The forward of this rank's stages; the loss belongs to the last one.
+    """The forward of this rank's stages; the last stage computes the loss.
 
-    cut    the stages, and who holds what
-    axis   the pipeline's
-    mail   messages between stages
+    staged   runs the module's own forward within one stage
+    cut      the stages, and which ranks hold which parameters
+    axis     of the pipeline's ranks
+    mail     messages between stages
+    serving  answers requests for gradients that the forward takes over a stage's boundary; None: it takes none there
+    last     index of the last stage;  last_owner  pipeline rank that has it
     """
 
     def __init__(self, forward: Forward, staged: StagedModule, cut: StagePlacement, axis: Axis):
         super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data,
                          forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis
-        # axes that cut positions: a message is this rank's share over them, and says how it lies
+        # axes that shard positions; a message is this rank's shard, and says over which axes
         inner = forward.positions.axes if forward.positions is not None else ()
-        # shapes that depend on values may change with each batch, so those that were told do not last
+        # shapes that depend on values may change with each batch, so those once sent are not reused
         self.mail = Mail(axis, cut.schedule.owner, forward.device, inner, lasting=not cut.by_values)
-        # only for a forward that takes gradients itself, over a stage's boundary: stages then ask each other for parts
+        # if the forward takes gradients over a stage's boundary, stages ask each other for parts of these
         self.serving = Serving(cut, axis, forward.device) if cut.talks else None
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
-        self._passes = 0  # forwards without a schedule; they number their messages, as micro-batches do in a step
-        # the tables, not the parameters: zero=3 puts others in their place.
-        # Weights of other stages are left out, which this rank has no values of.
+        self._passes = 0  # count of forwards without a schedule, in place of a micro-batch's index
+        # (module's `_parameters`, attribute) instead of parameters, since zero=3 replaces those; without the weights of
+        # other stages, of which this rank has no values.
         modules, absent = dict(forward.module.named_modules()), cut.absent
         names = [name for name, _ in forward.module.named_parameters() if name not in absent]
         self._places = [(modules[path]._parameters, leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
 
     def trainable(self) -> list[bool]:
-        """Returns, for each weight of this rank's stages, whether it requires a gradient now."""
+        """Returns for each weight of this rank's stages, in a fixed order, whether it requires a gradient now."""
         return [weight is not None and weight.requires_grad for weight in (at.get(leaf) for at, leaf in self._places)]
 
     @property
@@ -60,10 +63,11 @@ class StagedForward(Forward):
     def stage(
         self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]], number: int = 0
     ) -> tuple[Any, Tape | None]:  # fmt: skip
-        """Returns (what a stage sends on, or the model's output; a tape of gradients or None). `batch`: on the device.
+        """Runs a stage's forward; returns (tensors to send to the next stage, or the model's output; tape or None).
 
-        The tape is of gradients that go back to the stage, where the forward takes some. `number`: of the micro-batch.
-        `inbox`: (what the stage before sent, whether it needs a gradient); [] for the first stage.
+        index   of the stage;  number  of the micro-batch;  batch  on the device
+        inbox   (tensor from the previous stage, whether it needs a gradient), for each; [] for the first stage
+        The tape records gradients that the forward takes over the stage's boundary; None without `serving`.
         """
         tape = self.serving.tape(index, number) if self.serving is not None else None
 
@@ -77,21 +81,22 @@ class StagedForward(Forward):
         # a loss may write into the output, which must not be a tensor that was received, a leaf of this stage's graph
         if index == self.last:
             output = _to_be_written(output, {id(leaf) for leaf in self.staged.taken})
-        # what the last stage makes is the output, which the loss differentiates
+        # the last stage sends nothing, since its output goes into the loss
         if tape is not None and index < self.last:
             tape.sent(output)
         return (self.precision.cast_outputs(output) if index == self.last else output), tape
 
     def key(self, batch: Any, number: int) -> tuple:
-        """Returns the key of a message's shapes: (gradients on, training mode, batch's shapes, micro-batch or None).
+        """Returns a key that is equal for forwards whose messages have the same shapes.
 
-        Where it may depend on values, also the micro-batch's number.
+        It is (whether gradients are on, training mode, shapes of the batch, `number` of the micro-batch if message
+        shapes may depend on values, else None).
         """
         shapes = tuple(tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor))
         return torch.is_grad_enabled(), self.module.training, shapes, number if self.cut.by_values else None
 
     def _output(self, batch: Any) -> Any:
-        """Returns the model's output where the last stage is, else None: all stages in turn, without a schedule."""
+        """Runs this rank's stages in turn, without a schedule; returns the model's output, on other ranks None."""
         # numbered, so that messages of two forwards that follow each other are told apart
         number = self._passes % PASSES
         self._passes += 1
@@ -102,7 +107,7 @@ class StagedForward(Forward):
             if stage.index < self.last:
                 self.mail.send_forward(stage.index, number, key, output)
                 output = None
-            # A stage behind may still ask for gradients of what this one sent.
+            # A later stage may still ask for gradients of what this one sent.
             if self.serving is not None:
                 self.serving.until_end(stage.index, number)
                 self.serving.end(stage.index, number)
@@ -112,15 +117,15 @@ class StagedForward(Forward):
         return output
 
     def __call__(self, part: Share) -> Loss:
-        """Returns the loss of a part; zero where the last stage is elsewhere."""
+        """Returns the loss of a part; a zero loss on ranks without the last stage."""
         batch = self.to_device(part.batch)
         output = self._output(batch)
         return self.loss_of(output, batch, part) if self.has_loss else _no_loss(self.device)
 
     def shared(self, read: Callable[[], Loss]) -> Loss:
-        """Returns the loss that `read` gives on the last stage, as numbers on every stage. Collective over stages.
+        """Returns on every stage the loss that `read` gives on the last one, detached. Collective over stages.
 
-        Raises `RefusedPlan` on all stages where it is NaN.
+        Raises `RefusedPlan` on all stages if it is NaN.
         """
         mine = None
         if self.has_loss:
@@ -142,9 +147,9 @@ class StagedForward(Forward):
 
 
 def _to_be_written(output: Any, received: set[int]) -> Any:
-    """Returns an output with copies in place of received tensors that it passes on: a loss may not write into leaves.
+    """Returns an output in which received tensors, and views of them, are replaced by copies.
 
-    received  ids of the received tensors
+    received  ids of the tensors from the previous stage; as leaves that need gradients they must not be written into
     """
 
     def copied(leaf: Any) -> Any:
@@ -155,4 +160,5 @@ def _to_be_written(output: Any, received: set[int]) -> Any:
 
 
 def _no_loss(device: torch.device) -> Loss:
+    """Returns a loss of sum and weight 0."""
     return Loss(torch.zeros((), dtype=torch.float64, device=device), 0.0)

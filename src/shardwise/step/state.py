@@ -1,4 +1,4 @@
-"""`RankState`: what one rank's step reads and changes. The functions of this room take it as their first argument."""
+"""`RankState`: all that one rank's step reads and changes; the first argument of most functions of this package."""
 
 from __future__ import annotations
 
@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 
 
 class UsedAsMade(Protocol):
-    """What uses gradients within backward (as_made): norms of what it has used, by flat tensor or by master."""
+    """The interface of step/as_made, which uses gradients within backward and keeps the norms of those it has freed.
+
+    flats   number of a bucket -> norms whose squares add up to that of its gradients
+    norms   id of a master -> the same of its gradient, if that came by itself
+    """
 
     flats: dict[int, list[torch.Tensor]]
     norms: dict[int, list[torch.Tensor]]
 
     def forget(self, clip: float | None = None) -> None:
-        """Forget the step before; `clip`: what this one's gradients are clipped by, where a first run has told."""
+        """Forgets the last step; `clip`: factor on this one's gradients, if a first run has shown it, else None."""
 
     def begin(self, tally: Tally) -> None:
         """Called before the backward of a step's only micro-batch. Collective."""
@@ -51,32 +55,31 @@ class UsedAsMade(Protocol):
 class RankState:
     """One rank of a plan whose weights are in place.
 
-    technique     holds the weights' storage and reduces gradients; its slots are what the optimizer updates
-    tensor        shares of tp, `experts` those of ep; None without that axis
-    forward       the model and its loss; with pipeline stages it is `staged` too
-    names         trained parameters that this rank's stages hold, in the order of indices; `all_names` of all stages
-    held_frozen   frozen parameters that this rank's stages hold; `frozen_names` of all stages
-    owners        where ZeRO's optimizer needs whole tensors: which rank updates which
-    needs_closure the optimizer evaluates the loss itself (LBFGS)
-    base_lrs      of each group, which `schedule` (optimizer step -> factor) multiplies
-    scale         of fp16's losses
-    clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise", "skip", or "use" where one measures
-    global_random masks by global index, where they were asked for; `watch`: whether operations are watched for them
-    order         in which sums over pieces of a batch are taken, where the plan is deterministic
-    chunks        what was computed in chunks of positions, where the plan has position_chunks
-    pairs         complex parameters that the module holds as real ones (part/pairs)
-    read          digests of the whole values that frozen weights have in the task's files, of those held here
-    written       the forward writes into weights
-    tier          where the optimizer's state lies between steps, where the plan has offload
-    as_made       which gradients of a step have come, where the plan updates weights within backward
-    shards        the file in which shards of weights lie, where the plan has that
-    activations   where what blocks keep for backward lies until then, where the plan has that
-    reached       what the code of a step reaches, once it was looked up for one that may be repeated
+    technique     data parallelism; owns the weights' storage, and its slots are what the optimizer updates
+    tensor        weights sharded over tp;  experts  dealt over ep; None without that axis
+    forward       runs the model and its loss; under a pipeline the same object as `staged`, which is None without one
+    names         trained parameters of this rank's stages, by whose order indices count;  all_names  all stages'
+    held_frozen   frozen parameters of this rank's stages;  frozen_names  all stages'
+    owners        unsharded masters of the parameters that this rank owns, if the optimizer needs these; else None
+    needs_closure whether the optimizer evaluates the loss itself (LBFGS)
+    base_lrs      learning rate of each group, None without one;  schedule  step -> factor on these, or None
+    scale         loss scale of fp16, else None
+    clip_norm     largest global norm of the gradient, or None;  on_nonfinite  "raise", "skip", or "use" (in benchmarks)
+    global_random random numbers by global index, None under randomness="fast";  watch  whether operations are watched
+    phase         which samples the module runs now
+    order         fixed order of sums, if the plan is deterministic; else None
+    chunks        counts of tensors computed in chunks, under position_chunks; else None
+    pairs         names of complex parameters that the module holds as real ones (part/pairs)
+    read          name -> digest of the unsharded value of a frozen weight that comes from the task's files
+    written       whether the forward writes into weights
+    tier          offloaded or coded optimizer state;  as_made  updates within backward;  shards  file of weights;
+    activations   offloaded tensors for backward; each is None if the plan does not ask for it
+    reached       objects that the code of a step can reach, cached for steps that may be repeated
     used          indices of the parameters that any rank reached in the last step
-    terms         extra terms of the loss that the look met, and whether they have a weight of their own
-    first_fields  what the first batch held, for the error of a later one
-    look_first    what is looked at before the first step, once the samples of a micro-batch are known to be so many
-    hooks         contexts around parts of a step, for whoever measures
+    terms         extra term of the loss, as seen in the look at a few samples -> whether it has its own weight
+    first_fields  description of the first batch's leaves (`fields_of`), for errors on a later batch
+    look_first    function of a micro-batch's samples, called once before the first step; None when done
+    hooks         contexts around parts of a step
     """
 
     task: Task
@@ -121,14 +124,14 @@ class RankState:
     shards: ShardFile | None = None
     reached: Reached | None = None
     read: dict[str, str] = field(default_factory=dict)
-    backwards: BackwardWrites | None = None  # of the first step
-    norms: list[nn.Module] = field(default_factory=list)  # that normalise by batches
-    read_elsewhere: set[str] = field(default_factory=set)  # buffers that other pipeline stages use
-    keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
-    last_total: int = 0  # samples of the last micro-batch, then
+    backwards: BackwardWrites | None = None  # buffers that backward changes, in the first step; then None
+    norms: list[nn.Module] = field(default_factory=list)  # batch norms
+    read_elsewhere: set[str] = field(default_factory=set)  # names of buffers that other pipeline stages use
+    keeps_samples: str = ""  # attribute in which the forward keeps a state of each sample for the next one; "": none
+    last_total: int = 0  # samples of the last micro-batch, over all ranks; kept if `keeps_samples`
     steps_done: int = 0
     skipped_steps: int = 0
-    repeated_steps: int = 0  # whose gradients had been used before they were to be clipped
+    repeated_steps: int = 0  # steps run twice, since gradients used within backward had to be clipped
 
     @property
     def device(self) -> torch.device:
@@ -136,21 +139,21 @@ class RankState:
         return self.mesh.device
 
     def outside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor, shaped as the module's parameter, as users see it: complex where it is held as pairs."""
+        """Returns a tensor like the parameter `name` as users see it: complex if the module holds it as real pairs."""
         return as_complex(tensor) if name in self.pairs else tensor
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Returns the shape of the module's parameters by name, of complex ones without the pairs' dim."""
+        """Returns {name: shape} of the module's parameters on this rank; complex ones without their last dim of 2."""
         return {name: shape for name, (shape, _) in shapes_outside(self.module).items()}
 
     @property
     def data_rank(self) -> int:
-        """Returns this rank's index among the ranks that a micro-batch is dealt over."""
+        """Returns the index, from 0, of the part of each micro-batch that this rank runs."""
         return 0 if self.same_samples else self.mesh.data.index
 
     @property
     def data_ranks(self) -> int:
-        """Returns how many ranks each micro-batch is dealt over."""
+        """Returns the number of parts into which each micro-batch is split over ranks."""
         return 1 if self.same_samples else self.mesh.data.size
 
     @property
@@ -160,5 +163,5 @@ class RankState:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its losses, weights and samples: of ranks that have the same samples, one does."""
+        """Whether this rank's losses, weights and samples count; one of the ranks with the same samples does."""
         return self.mesh.counts and (not self.same_samples or self.mesh.data.index == 0)

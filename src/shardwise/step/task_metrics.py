@@ -1,4 +1,4 @@
-"""Add up `Task.metrics` as sums and weights; they are divided once over all ranks, like the loss.
+"""Add up the sums and weights of `Task.metrics`; they are divided once, over all ranks, like the loss.
 
     Task.metrics(output, batch) -> {"accuracy": (right, count), "rmse": (squares (V,), count, "sqrt")}
 
@@ -22,13 +22,16 @@ from shardwise.host import read
 from shardwise.part import plain
 from shardwise.step.loss import Extra
 
-METRICS = "metrics/"  # before the names of metrics among a loss's terms, which the look alone is given
+METRICS = "metrics/"  # prefix of a metric's name among a loss's extra terms, which only the look has (`as_extras`)
 _FINISH: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
 _SHAPE = "Task.metrics must return {name: (sum, weight)} or {name: (sum, weight, 'sqrt' | 'exp' | function)}"
 
 
 class MetricTally:
-    """Adds metrics up over micro-batches; `collect` divides them over all ranks and starts anew."""
+    """Adds metrics up over micro-batches; `collect` returns their quotients over all ranks and resets the sums.
+
+    metrics  `Task.metrics`;  sums  name -> (sum, weight), float64, both () or (V,)
+    """
 
     def __init__(self, metrics: Callable[[Any, Any], dict], device: torch.device) -> None:
         self.metrics = metrics
@@ -38,7 +41,10 @@ class MetricTally:
 
     @torch.no_grad()
     def add(self, output: Any, batch: Any, count: int) -> None:
-        """Add one micro-batch of this rank; a stand-in (`count` 0) adds zeros, so that ranks have the same names."""
+        """Adds one micro-batch of this rank, of `count` samples.
+
+        A stand-in (`count` 0) adds zeros, so that all ranks have the same names.
+        """
         for name, total, weight, finish in self._read(self.metrics(output, batch)):
             self._finish[name] = finish
             total, weight = (total, weight) if count else (torch.zeros_like(total), torch.zeros_like(weight))
@@ -46,7 +52,10 @@ class MetricTally:
             self.sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
     def _read(self, returned: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, Callable[[float], float] | None]]:
-        """Returns (name, sum, weight, what follows the division) of each metric, or `InputError`; sums () or (V,)."""
+        """Returns (name, sum, weight, function to apply after the division or None) of each metric, in float64.
+
+        Sum and weight are both () or (V,). Raises `InputError` for another return value of `Task.metrics`.
+        """
         if not isinstance(returned, dict):
             raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
         metrics = []
@@ -64,7 +73,7 @@ class MetricTally:
         return metrics
 
     def as_extras(self, output: Any, batch: Any) -> dict[str, Extra]:
-        """Returns metrics as extra terms of a loss, so that the look at few samples finds one that does not add up."""
+        """Returns {METRICS + name: extra term} of the metrics; the look then finds one that does not add up."""
         extras = {}
         with torch.no_grad():
             for name, total, weight, _ in self._read(self.metrics(output, batch)):
@@ -73,13 +82,15 @@ class MetricTally:
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
-        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective.
+        """Returns {metric: value} over all ranks since the last call, and resets the sums. Collective.
 
-        NaN for one without weight; {} where nothing was added.
+        A vector's elements are "name/0", "name/1", ... The value is NaN if its weight is 0. Returns {} if nothing was
+        added.
         """
         names = sorted(self.sums)  # one order on all ranks
         if not names:
             return {}
+        # for each name its sums, then its weights, end to end
         row = torch.cat([part.reshape(-1) for name in names for part in self.sums[name]])
         table = read(gather_rows(row, axis).sum(dim=0), "metrics")
         values, at = {}, 0
@@ -94,7 +105,7 @@ class MetricTally:
         return values
 
     def _value(self, name: str, total: float, weight: float) -> float:
-        """Returns a metric over all ranks; NaN without weight, or where its last function has no value."""
+        """Returns total / weight after the metric's function; NaN if the weight is 0 or the function fails."""
         if not weight:
             return math.nan
         finish = self._finish[name]
@@ -105,7 +116,7 @@ class MetricTally:
 
 
 def added_extras(first: dict[str, Extra], second: dict[str, Extra]) -> dict[str, Extra]:
-    """Returns metrics of two batches as those of both, from their extra terms."""
+    """Returns the extra terms (`as_extras`) of two batches added up by name."""
     both = dict(first)
     for name, extra in second.items():
         before = both.get(name, Extra(torch.zeros_like(extra.total), 0.0))
@@ -115,7 +126,10 @@ def added_extras(first: dict[str, Extra], second: dict[str, Extra]) -> dict[str,
 
 
 def _finish(name: str, third: Any) -> Callable[[float], float] | None:
-    """Returns the function applied after the division, which a metric's third item names (`third`: [] or [it])."""
+    """Returns the function to apply to a metric after the division, None without one; `InputError` if unknown.
+
+    third  [] or [the metric's third item: "sqrt", "exp" or a function]
+    """
     if not third:
         return None
     if callable(third[0]):

@@ -1,4 +1,4 @@
-"""Call `Task.optimizer` on groups of parameters, "decay" and "no_decay" (proofs make theirs: proof/literal)."""
+"""Call `Task.optimizer` on two groups of parameters, "decay" and "no_decay"."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OptimizerFn = Callable[[list[dict]], Optimizer]
 
 
 def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
-    """Returns groups as `Task.optimizer` receives them: dicts of `name`, `params` and, in "no_decay", weight_decay 0.
+    """Returns the groups that `Task.optimizer` receives, as dicts {"name", "params"}; an empty group is left out.
 
-    Norms' weights and biases are the parameters with fewer than two dims.
+    The group "no_decay" has the parameters with fewer than two dims (biases, weights of norms) and a weight decay of 0.
     """
     decay = [param for param in params if param.dim() >= 2]
     no_decay = [param for param in params if param.dim() < 2]
@@ -32,10 +32,13 @@ def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
 
 
 def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
-    """Returns the optimizer that the task's function makes; raises `InputError` where it fails or returns none."""
+    """Returns the optimizer that `make`, the task's function, makes over `params`, in training mode.
+
+    Raises `InputError` if it fails, returns no optimizer, or returns one over other tensors.
+    """
     try:
         optimizer = make(named_groups(params))
-    # it says itself what is wrong, such as a refusal by the groups that it was given
+    # our own errors, such as a refusal of other groups, already say what is wrong
     except ShardwiseError:
         raise
     except Exception as error:
@@ -56,14 +59,14 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
 
 
 def _like(error: Exception) -> str:
-    """Returns a suggestion for a misspelt name (torch.optim.Adamm), "" for any other error."""
+    """Returns a suggestion to append for a misspelt attribute (torch.optim.Adamm), "" for any other error."""
     if not isinstance(error, AttributeError) or error.name is None:
         return ""
     return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
 
 
 def _given(error: Exception) -> str:
-    """Returns advice for a failed `Task.optimizer`: a number given as text, or how the function is called."""
+    """Returns advice to append for a failed `Task.optimizer`: an argument that is a str, or how it is called."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals if frame.f_code.co_name == "__init__" else {}
         if isinstance(names.get("self"), Optimizer):
@@ -75,6 +78,6 @@ def _given(error: Exception) -> str:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure (LBFGS)."""
+    """Whether the optimizer's `step` requires a closure (LBFGS)."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,10 +1,10 @@
-"""One optimizer step of one rank (its rows under pp: pipelined). A change: also proof/oracle, plain_run, settings.
+"""One optimizer step of one rank. A change here needs one in proof/oracle, proof/plain_run and proof/settings too.
 
     train_step      gradients ......................... update
                     micro-batches, then `complete`      collect, the optimizer's own step, hand out, publish
 
-Each micro-batch's sum is differentiated as it is; ranks' gradients are summed; one control row from each rank tells
-the global weight, and gradients are divided by it once, together with clipping.
+Backward differentiates each micro-batch's sum, undivided. Ranks' gradients are summed. One control row from each rank
+gives the global weight, by which gradients are divided once, together with clipping. Pipelines: step/pipelined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def dealt(state: RankState, batch: Any) -> list[Share]:
-    """Returns this rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
+    """Returns this rank's part of each micro-batch of a GLOBAL batch (a pytree); a `list[Share]` is returned as is."""
     if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
         return batch
     pieces = state.plan.step_microbatches
@@ -49,10 +49,12 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 
 
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
-    """Take one optimizer step on this rank's parts of a global batch; returns its loss, norm, ... Collective.
+    """Takes one optimizer step on this rank's parts of a global batch; returns its `StepResult`. Collective.
 
-    Raises `NotFinite`, or a `RunError` that names the sample at fault, as `state.on_nonfinite` says; `RunError` where
-    ranks took different branches; `InputError` for the task's own mistakes, `RefusedPlan` for what a step finds.
+    parts  this rank's `Share` of each micro-batch
+    Raises `NotFinite`, which names a bad sample if there is one, unless `state.on_nonfinite` allows such steps;
+    `RunError` if ranks took different branches; `InputError` for mistakes in the task; `RefusedPlan` if the step shows
+    that the plan would not equal one process.
     """
     if state.look_first is not None:
         look, state.look_first = state.look_first, None
@@ -64,10 +66,10 @@ def train_step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def _step(state: RankState, parts: list[Share]) -> StepResult:
-    """Returns the result of one step: gradients, and an update where they are usable. Collective."""
+    """Returns the result of one step: computes gradients, and updates if all is finite. Collective."""
     if state.needs_closure:
         return _with_closure(state, parts)
-    # only a tier whose updates within backward can be taken back (`undo`) needs what the step began with
+    # a snapshot is needed only if updates within backward may be undone
     before = Before(state) if state.tier is not None and state.tier.undo is not None else None
     try:
         result, usable = gradients(state, parts)
@@ -85,12 +87,16 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
 def _standing(
     state: RankState, parts: list[Share], before: Before, result: StepResult, usable: bool
 ) -> tuple[StepResult, bool]:
-    """Returns what `gradients` did where updates within it stand; else takes these back, and repeats it if usable."""
+    """Undoes updates within backward if the step must be skipped or clipped, and repeats it with clipping.
+
+    before          snapshot from the step's beginning
+    result, usable  what `gradients` returned; returned as they are if updates are valid, else those of the repeat
+    """
     assert state.tier is not None
-    # no update is to be done: those within backward are taken back
+    # the step is to be skipped
     if not usable:
         state.tier.take_back()
-    # what was updated within backward was not clipped, and would have been: the step is repeated with its factor
+    # updates within backward were not clipped, though the norm asks for it, so the step is repeated with that factor
     elif (clip := clipped_late(state, result)) is not None:
         state.tier.take_back()
         before.put_back(state)
@@ -101,13 +107,12 @@ def _standing(
 
 
 def gradients(state: RankState, parts: list[Share], clip: float | None = None) -> tuple[StepResult, bool]:
-    """Run forward and backward over the micro-batches; gradients end up summed, divided and clipped.
+    """Runs forward and backward over the micro-batches; returns (`StepResult`, whether the update may be done).
 
-    clip   what gradients that are used as they are made are clipped by, where a first run of the step has told
-    Returns what the step came to, and whether the update may be done.
+    clip   factor on gradients that are used within backward, in the repeat of a step (`_standing`); None: first run
+    Masters then have gradients that are summed over ranks, divided and clipped.
     """
     state.technique.start_step()
-    # clip None: a first run; else the repeat that clips by what the first run told
     if state.as_made is not None:
         state.as_made.forget(clip)
     first = state.steps_done == 0
@@ -129,15 +134,15 @@ def gradients(state: RankState, parts: list[Share], clip: float | None = None) -
         state.backwards.refuse(state.read_elsewhere, same_samples=state.same_samples)
     try:
         return complete(state, tally)
-    except NotFinite as error:  # raised on every rank, so that all look into their batches
-        # updates within backward are taken back; a repeat (`clip`) comes after a first run that was finite
+    except NotFinite as error:  # raised on every rank, so all can search their batches
+        # updates within backward are undone; not in a repeat (`clip`), whose first run was finite
         if clip is None and state.tier is not None and state.tier.undo is not None:
             state.tier.take_back()
         raise name_bad_input(state, parts, error) from None
 
 
 def take_written(state: RankState) -> None:
-    """Let masters follow what forwards wrote into the weights; their backwards are over."""
+    """Copies what forwards wrote into weights to their masters; called after the backwards. Collective with owners."""
     if not state.written:
         return
     state.technique.take_weights()
@@ -146,15 +151,15 @@ def take_written(state: RankState) -> None:
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
-    """Returns (result, whether ranks may update); gradients are summed over ranks, divided and clipped. Collective.
+    """Sums gradients over ranks, divides and clips them; returns (result, whether ranks may update). Collective.
 
-    tally   what this rank added up over the step's micro-batches
-    Raises `RunError` where ranks took different branches that one process could not have taken, and as `normalise`.
+    tally   this rank's sums over the step's micro-batches
+    Raises `RunError` if ranks took different branches that one process could not have taken, and as `normalise`.
     """
     with state.hooks.inside("reduce"):
         reach("reduce", subject=state)
         agreed = _reduced(state, tally, tally.reached, again=False)
-        # A weight that this rank did not reach has a gradient from those that did: once more, with what any rank used.
+        # Ranks used different parameters, so gradients are completed again for those that any rank used.
         if not agreed.same_branches and state.mesh.gradients.size > 1:
             refuse = state.task.branches == "same"
             used = gather_reached(tally, state.names, state.mesh.gradients, state.device, refuse=refuse)
@@ -163,10 +168,11 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
 
 
 def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Completes the gradients and exchanges control rows; returns their `Agreement`. Collective.
+    """Completes the gradients and gathers control rows; returns their `Agreement`. Collective.
 
-    Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
-    beside the gradients.
+    used   indices of the parameters to complete;  again  whether this is the second call in a step
+    Replicas have the same sums to the bit, and so the same norm. Their control rows need not contain it, and are sent
+    while gradients are still reduced.
     """
     state.used = used
     if state.staged is not None:
@@ -182,10 +188,12 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
 
 
 def update(state: RankState, step: Callable[[], T]) -> T | None:
-    """Run the optimizer's `step` where its tensors are whole enough, and publish; returns its result. Collective."""
+    """Calls `step`, the optimizer's, on this rank's tensors, and publishes the weights; returns its result. Collective.
+
+    An optimizer that needs unsharded tensors gets those that this rank owns.
+    """
     with state.hooks.inside("update"):
         reach("update", subject=state)
-        # an optimizer that needs whole tensors steps over those that this rank owns
         if state.owners is not None:
             state.owners.collect_gradients(state.used)
         result = step() if state.tier is None else state.tier.step(step)
@@ -196,14 +204,14 @@ def update(state: RankState, step: Callable[[], T]) -> T | None:
 
 
 def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
-    """Returns the first evaluation's result of an optimizer that asks for the loss again. Collective."""
+    """Takes a step of an optimizer with a closure (LBFGS); returns the first evaluation's result. Collective."""
     results: list[StepResult] = []
 
     def closure() -> float:
         state.technique.publish()  # the optimizer has moved the masters since its last call
         result, usable = gradients(state, parts)
         results.append(result)
-        # it has moved nothing yet; gradients of weights that it tries later are its own to judge, as line searches do
+        # only the first gradients end the step; non-finite ones of weights tried later are a line search's to handle
         if not usable and len(results) == 1:
             raise _NotUsable("the first gradients are not finite")
         return result.loss
@@ -218,18 +226,18 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
 
 
 class _NotUsable(Exception):
-    """Ends an optimizer's step whose first gradients are not finite, where such steps are skipped."""
+    """Raised in the closure to end an optimizer's step whose first gradients are not finite, if these are skipped."""
 
 
 def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
-    """Returns the result, with metrics; counts the step, and drops what it left. `updated`: weights moved."""
+    """Counts the step and drops tensors that it cached; returns the result, with metrics. `updated`: not skipped."""
     if state.steps_done == 0 and state.forward.gathered_bytes:
         received_mb = state.forward.gathered_bytes / 1e6
         state.notices.append(
             f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
             "and batches for the loss"
         )
-    # what a step gathered to be read again belongs to its weights
+    # unsharded weights that a step gathered and cached are out of date now
     if state.tensor is not None:
         forget()
     if state.tensor is not None or state.forward.positions is not None:
@@ -240,7 +248,7 @@ def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
 
 
 def _settle_buffers(module: nn.Module) -> None:
-    """Gathers cut tensors that a forward left in buffers, since proofs and checkpoints read whole ones. Collective."""
+    """Replaces sharded tensors that a forward left in buffers by unsharded ones, for checkpoints. Collective."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if isinstance(buffer, Distributed):
@@ -248,7 +256,7 @@ def _settle_buffers(module: nn.Module) -> None:
 
 
 def _set_learning_rate(state: RankState) -> None:
-    """Set the rates of this step by the schedule, as multiples of those that were given."""
+    """Sets each group's learning rate for this step to its initial one times the schedule's factor."""
     if state.schedule is None:
         return
     factor = state.schedule(state.steps_done)
@@ -258,10 +266,14 @@ def _set_learning_rate(state: RankState) -> None:
 
 
 def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
-    """Run forward and backward of one micro-batch, into gradients and `tally`; `last`: reductions begin with it."""
+    """Runs forward and backward of one micro-batch, into gradients and `tally`.
+
+    index  of the micro-batch in the step;  part  this rank's share of it
+    last   whether it is the step's last one, in whose backward reductions begin
+    """
     meet_kept(state, part)
     state.phase.samples = part.count
-    # a rank without samples: its branches and parameters must not be compared with the others'
+    # a stand-in sample may take other branches, which must not be compared with other ranks'
     tally.stood_in |= part.count == 0
     seed_masks(state, index, part)
     state.technique.start_micro_batch(last=last)
@@ -272,7 +284,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
         tally.add(loss, part.count, extras)
-        # gradients are divided as they are made, so what they are divided by is agreed on before backward
+        # these gradients are divided within backward, so ranks agree on the divisor before it
         if state.as_made is not None:
             state.as_made.begin(tally)
         try:
@@ -292,7 +304,10 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
 
 
 def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
-    """Run a rank's part of a micro-batch in pieces; one without samples runs where all ranks must meet in units."""
+    """Runs a rank's part of a micro-batch in pieces, as `deterministic` asks; arguments as of `_micro_batch`.
+
+    An empty piece runs a stand-in sample if ranks must meet in FSDP2's units; else it is skipped.
+    """
     order = state.order
     assert order is not None
     first, meet = order.pieces.first(index, state.data_rank), state.plan.sharded.weights
@@ -304,7 +319,7 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
             tally.leaves.append(order.leaf)
             _micro_batch(state, index, piece, tally, last=order.last)
         else:
-            # as many entries on every rank, which are compared place by place
+            # every rank needs as many entries, since they are compared one by one
             tally.used.append(set())
             tally.stood_in = True
 
@@ -314,8 +329,9 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
 
 @torch.no_grad()
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
-    """Returns (sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective.
+    """Returns (sum, weight) of the loss over many batches and all ranks, in eval mode. Collective.
 
+    steps  this rank's parts of each batch; as many on every rank
     Extra terms are left out; metrics are added up for `collect_metrics`.
     """
     reach("evaluate", subject=state)
@@ -339,10 +355,10 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
 
 
 def collect_metrics(state: RankState) -> dict[str, float]:
-    """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+    """Returns {metric: value} over all samples of the last step, or of the last `evaluate`. Collective."""
     if state.forward.metrics is None:
         return {}
     metrics = state.forward.metrics.collect(state.mesh.data)
-    if state.staged is not None:  # the last stage has them
+    if state.staged is not None:  # only the last stage has outputs to measure
         metrics = gather_json(metrics, state.mesh.pp, state.device)[state.staged.last_owner]
     return metrics

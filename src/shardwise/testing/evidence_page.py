@@ -1,4 +1,4 @@
-"""The page and the JSON of `evidence`: versions, devices, a digest of the code, and the rows."""
+"""Writes the Markdown page and the JSON of the command `evidence`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {True: "yes", False: "**no**", None: "not tried"}
 
 
 def about(backend: str, ranks: int) -> dict[str, Any]:
-    """Returns the versions and devices with which the evidence was collected, by name."""
+    """Returns facts on the machine by name: date, devices, versions, backend, ranks, digest of the code."""
     return {
         "date": date.today().isoformat(), "machine": describe(), "system": platform.platform(),
         "python": platform.python_version(), "torch": torch.__version__, **library_versions(),
@@ -27,7 +27,7 @@ def about(backend: str, ranks: int) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Returns a digest of all source files of the package."""
+    """Returns the first 16 hex digits of a SHA-256 of all source files of the package."""
     root, found = Path(shardwise.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Returns the page, in Markdown."""
+    """Returns the Markdown page; `facts`: as `about` returns them, `rows`: as `machine_evidence.collect` does."""
     tried = [row for row in rows if row["held"] is not None]
     held = sum(row["held"] for row in tried)
     over = f"{facts['ranks']} ranks over {facts['backend']}"
@@ -54,7 +54,7 @@ def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def write(folder: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[Path, Path]:
-    """Write the page and the JSON; returns their paths. Their name tells the date, the ranks and the backend."""
+    """Writes the page and the JSON into `folder`; returns their paths. The names have date, ranks and backend."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{facts['date']}-{facts['ranks']}-ranks-{facts['backend']}"
     paths = folder / f"{name}.md", folder / f"{name}.json"

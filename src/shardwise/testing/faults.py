@@ -1,30 +1,30 @@
-"""Inject faults in tests: a chosen rank dies, stops, errs or is corrupted at a chosen step and point (guard/points).
+"""Injects faults for tests: a chosen rank dies, stops, fails or is corrupted at a chosen step and point (guard/points).
 
     from shardwise.testing import faults
 
     with faults.injected(faults.Fault("kill", rank=1, step=3, at="update")):
         shardwise.train("digits", "dp_shard=2", restarts=1, checkpoint_every=2)
 
-Ranks that are started inside (by `train`, `launch`, a `RankPool`'s jobs) meet them; so does a script under torchrun
-where `faults.environment(...)` is in its environment. A fault strikes once in all attempts of a run, unless
-`times` says otherwise.
+Faults reach ranks that are started inside (by `train`, `launch`, a `RankPool`'s jobs), and a script under torchrun
+whose environment has `faults.environment(...)`. A fault strikes once over all attempts of a run, unless `times` says
+otherwise.
 
     kill, exit, raise      SIGKILL; leaves with code 41; raises `Injected`
     segfault, abort        a crash in C: SIGSEGV, SIGABRT
     stop                   SIGSTOP: the process is there and does nothing
     lock                   a C call holds the interpreter's lock, for `seconds`
     sleep                  the rank is late by `seconds`
-    nan                    one element of one gradient of this rank is NaN ("forward")
-    flip-weight, flip-optimizer, flip-buffer     one bit of what this rank holds is another
-    eio, enospc            the next change of a file of this rank's checkpoint fails so ("disk")
-    disconnect             all of the rank's network connections are closed
-    drop                   packets from and to the rank vanish without a word, as on a link that is gone: the rank has
-                           to be in a network namespace of its own (`ip netns exec`), whose links are taken down
+    nan                    one element of one gradient of this rank becomes NaN ("forward")
+    flip-weight, flip-optimizer, flip-buffer     one bit of this rank's local tensor is flipped
+    eio, enospc            the next change of a file of this rank's checkpoint fails with that error ("disk")
+    disconnect             all of the rank's network connections are shut down
+    drop                   packets from and to the rank vanish, as on a broken link; the rank must be in a network
+                           namespace of its own (`ip netns exec`), whose links are taken down
 
 Points: "start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end" (`shardwise.guard.points`).
-"disk" is each write, sync, rename and removal of a checkpoint, in the process that does it (the rank's, or its
-writer's); its step is the checkpoint's. A script that calls `prepare` comes to "input", "forward" (a batch is handed
-out), "reduce", "update", "save" and "disk". With `after=N` a fault lets a process pass its point N times first.
+"disk" is each write, sync, rename and removal of a checkpoint, in the process that does it (the rank, or its writer);
+its step is the checkpoint's. A script that calls `prepare` reaches "input", "forward" (when a batch is returned),
+"reduce", "update", "save" and "disk". With `after=N` a process passes the point N times before the fault strikes.
 """
 
 from __future__ import annotations
@@ -55,20 +55,22 @@ AT = ("start", "input", "forward", "reduce", "update", "evaluate", "save", "disk
 
 
 class Injected(Exception):
-    """The error of a fault "raise"."""
+    """The error that a fault of kind "raise" raises."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject: its kind, and the rank, step and point that it strikes.
+    """A fault to inject.
 
-    step      optimizer steps done; None: any
+    kind      as in the module's docstring
+    rank      the rank that it strikes
+    step      number of optimizer steps done when it strikes; None: any
     at        the point of the step
-    name      of the parameter or buffer that is corrupted; None: the first
-    element   of it, in row-major order; `bit` of that element, 0 the lowest
-    seconds   of "sleep" and "lock"
-    times     how often it strikes, over all attempts
-    after     how often a process passes the point first
+    name      name of the parameter or buffer that is corrupted; None: the first
+    element   index of the corrupted element of the local tensor, in row-major order; `bit`: of that element, 0 lowest
+    seconds   duration of "sleep" and "lock"
+    times     how often it strikes, over all processes and attempts
+    after     how often a process passes the point before
     """
 
     kind: str
@@ -87,18 +89,17 @@ class Fault:
             raise InputError(f"no fault is called {self.kind!r}{did_you_mean(self.kind, sorted(KINDS))}")
         if self.at not in AT:
             raise InputError(f"no point is called {self.at!r}{did_you_mean(self.at, list(AT))}; there are {AT}")
-        # a disk fails where files are written, at no point of a step
+        # disk errors only make sense where files are written
         if self.at != "disk" and self.kind in ("eio", "enospc"):
             raise InputError(f"fault {self.kind!r} at {self.at!r}: eio and enospc are for 'disk'")
-        # these change weights or optimizer state, of which there is none before the first step or while files are
-        # written
+        # these corrupt weights or optimizer state, to which other points have no access
         if self.kind in STATE and self.at in ("start", "save", "disk"):
             raise InputError(f"fault {self.kind!r} needs the rank's state, which {self.at!r} does not have")
 
 
 @contextmanager
 def injected(*faults: Fault) -> Iterator[Path]:
-    """Context: ranks started inside meet these faults; yields a folder, of which `struck` counts those that did."""
+    """Context in which started ranks get these faults; gives a folder, for `struck`."""
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
         variables = environment(faults, folder)
         before = {name: os.environ.get(name) for name in variables}
@@ -114,49 +115,52 @@ def injected(*faults: Fault) -> Iterator[Path]:
 
 
 def environment(faults: tuple[Fault, ...] | list[Fault], folder: str | Path) -> dict[str, str]:
-    """Returns {environment variable: value} that bring these faults to ranks; `folder` records which have struck."""
+    """Returns {environment variable: value} that make ranks inject these faults; `folder` records those that struck."""
     text = json.dumps({"folder": str(folder), "faults": [asdict(fault) for fault in faults]})
     return {VARIABLE: text, points.VARIABLE: f"{__name__}:meet"}
 
 
 def struck(folder: str | Path) -> int:
-    """Returns how many times faults have struck."""
+    """Returns how many times faults recorded in `folder` have struck."""
     return len(list(Path(folder).glob("fault-*")))
 
 
 def meet(point: str, step: int, subject: Any) -> None:
-    """The listener of `shardwise.guard.points`: does what the environment says for this rank, step and point."""
+    """Injects the faults that the environment asks for at this rank, step and point; called by `guard.points`.
+
+    point     where the process is, one of `AT`; `step`: optimizer steps done
+    subject   what the point passes: the `RankState` in a step, (change, path) at "disk"; None: there is none
+    """
     faults_text = os.environ.get(VARIABLE)
     if not faults_text:
         return
     plan = json.loads(faults_text)
     for number, fields in enumerate(plan["faults"]):
         fault = Fault(**fields)
-        # other ranks, steps and points go by
         if fault.at != point or not _is_mine(fault, step, subject):
             continue
         at = (plan["folder"], number)
         _passed[at] = _passed.get(at, 0) + 1
-        # `after` matches are let through; `times` counts over processes, so that an attempt that follows is spared
+        # `after` counts in this process, `times` over all, so that a restarted run is not struck again
         if _passed[at] > fault.after and _first(Path(plan["folder"]), number, fault.times):
             KINDS[fault.kind](fault, subject)
 
 
-_passed: dict[tuple[str, int], int] = {}  # (folder, number of a fault) -> how often this process came to its point
+_passed: dict[tuple[str, int], int] = {}  # (folder, index of a fault) -> how often this process reached its point
 
 
 def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
-    """Whether a fault is for this rank, step and point."""
-    if fault.kind in STATE and subject is None:  # a script's model that waits for its first forward
+    """Whether a fault is for this process's rank and this step (parameters as `meet`)."""
+    if fault.kind in STATE and subject is None:  # a script's model has no state before its first forward
         return False
-    if fault.at == "disk":  # the process that writes does not know the step, but its name
+    if fault.at == "disk":  # the writing process knows the step only from the name of the checkpoint's folder
         named = re.search(r"step-(\d+)", str(subject[1]))
         step = int(named[1]) if named else -1
     return int(os.environ.get("RANK", "0")) == fault.rank and fault.step in (None, step)
 
 
 def _first(folder: Path, number: int, times: int) -> bool:
-    """Record one more strike of a fault; returns False where it has struck `times` times, in all processes."""
+    """Records one more strike of fault `number`; returns False if it has struck `times` times over all processes."""
     for time_ in range(times):
         try:
             os.close(os.open(folder / f"fault-{number}-{time_}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -200,11 +204,11 @@ def _sleep(fault: Fault, subject: Any) -> None:
 
 
 def _lock(fault: Fault, subject: Any) -> None:
-    """Hold the interpreter's lock for `fault.seconds`: no other thread of Python runs."""
+    """Holds the interpreter's lock for `fault.seconds`, so that no other Python thread runs."""
     import ctypes
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e6)  # where a signal ends the call early, no other thread is let in between
+    sys.setswitchinterval(1e6)  # if a signal ends the sleep early, other threads still must not run in between
     try:
         until = time.monotonic() + fault.seconds
         while time.monotonic() < until:
@@ -214,7 +218,7 @@ def _lock(fault: Fault, subject: Any) -> None:
 
 
 def _nan(fault: Fault, state: Any) -> None:
-    """Set one element of a parameter's next gradient to NaN, by a hook on the parameter."""
+    """Sets one element of a parameter's next gradient to NaN, through a hook; `state`: the `RankState`."""
     name = fault.name or state.names[0]
     home, _, leaf = name.rpartition(".")
     owner = state.module.get_submodule(home)
@@ -233,7 +237,7 @@ def _nan(fault: Fault, state: Any) -> None:
 
 
 def _flip(tensor: Any, fault: Fault) -> None:
-    """Flip one bit of one element of this rank's part of a tensor."""
+    """Flips one bit of one element of a tensor, or of a DTensor's local part."""
     import torch
 
     local = getattr(tensor, "to_local", lambda: tensor)().detach()
@@ -252,14 +256,16 @@ def _flip_weight(fault: Fault, state: Any) -> None:
 
 
 def _flip_optimizer(fault: Fault, state: Any) -> None:
-    """Flip one bit in the optimizer's state of a parameter, the first without a name; `InputError` for none."""
+    """Flips one bit in the optimizer's state of a parameter (the first with state if no name is given).
+
+    Raises `InputError` if there is no such state.
+    """
     import torch
 
     for slot in state.technique.slots:
-        # without a name the first parameter will do
         if fault.name in (None, slot.name):
             held = [value for value in state.optimizer.state[slot.master].values() if isinstance(value, torch.Tensor)]
-            # a state with a dim holds a number for each element; a counter has none to flip
+            # only tensors with dims, since a 0-d one is a step counter
             held = [value for value in held if value.numel() > fault.element and value.dim()]
             if held:
                 return _flip(held[0], fault)
@@ -282,7 +288,7 @@ def _io_error(fault: Fault, subject: Any) -> None:
 
 
 def _disconnect(fault: Fault, subject: Any) -> None:
-    """Shut down this process's network connections."""
+    """Shuts down all of this process's TCP connections."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
@@ -295,7 +301,7 @@ def _disconnect(fault: Fault, subject: Any) -> None:
 
 
 def _drop(fault: Fault, subject: Any) -> None:
-    """Take down the links of this rank's network namespace; `InputError` where it has no named one."""
+    """Takes down the links of this rank's network namespace; `InputError` if it is not in a named one."""
     own = os.stat("/proc/self/ns/net").st_ino
     if own not in [path.stat().st_ino for path in Path("/run/netns").glob("*")]:
         raise InputError(

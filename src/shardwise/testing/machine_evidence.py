@@ -1,15 +1,15 @@
-"""`evidence`: what this machine shows of this package, within a quarter of an hour, as rows of one table.
+"""Tries this package's claims on this machine within a quarter of an hour, for the command `evidence`.
 
     proofs        every kind of plan, against one process
     messages      32 MiB both ways between neighbours, and every collective, values checked
-    collectives   times against the forecast of a cluster file that was probed just before, at other sizes
-    steps         a decoder's, against the same loop by hand over DDP, and against `simulate`
+    collectives   times against a forecast from a cluster file that was probed just before, at other sizes
+    steps         a decoder's step time, against the same loop over DDP by hand, and against `simulate`
     survival      a rank is killed; the run goes on from its checkpoint and ends with the same bits
 
-Most important first; what the time does not reach is a row that says so. Over gloo on CPUs where there is no
-accelerator; ranks that share one may meet over its own backend (`backend`).
+The most important come first; a row says so if time did not suffice. Without an accelerator ranks use gloo on CPUs;
+ranks that share an accelerator may use its own backend (`backend`).
 
-What this does not do: judge speed. Ratios stand there with the figures that they are made of.
+What this does not do: judge speed. Ratios are shown with the figures that they are made of.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardwise.task_names import resolve_task
 from shardwise.testing import faults
 
 TASKS = "shardwise.models.tasks:"
-# every kind of plan, the most used first
+# (task, plan) of every kind of plan, the most used first
 KINDS = [
     ("decoder", "dp_replicate=2"), ("decoder", "dp_shard=2,zero=3"), ("decoder", "tp=2,sp=true"),
     ("decoder", "pp=2,microbatches=4"), ("moe", "dp_shard=2,ep=2"), ("gpt2", "dp_shard=2,zero=1"),
@@ -54,32 +54,36 @@ KINDS = [
     ("decoder_tied", "pp=2,dp_replicate=2,microbatches=2"),
 ]  # fmt: skip
 LARGE_BYTES = 32 * 2**20  # more than a backend buffers
-SIZES = (3 * 2**14, 3 * 2**18, 3 * 2**22)  # between those that a probe takes
-PAIRS = 14
+SIZES = (3 * 2**14, 3 * 2**18, 3 * 2**22)  # bytes, between the sizes that a probe measures
+PAIRS = 14  # steps of each of the two loops that are timed
 DECODER = f"{TASKS}decoder"
 RESUMED: dict[str, Any] = {"steps": 8, "eval_every": 0, "checkpoint_every": 3, "checkpoint_background": False}
 
 
 @dataclass(frozen=True)
 class EvidenceRow:
-    """One claim that was tried. `held`: whether it came out true; None: not tried, for the reason in `what`."""
+    """One claim that was tried."""
 
-    part: str  # of the page
-    name: str
-    held: bool | None
-    what: str
-    seconds: float = 0.0
-    figures: dict[str, float] | None = None  # what was measured, by name
+    part: str  # part of the page, such as "proofs"
+    name: str  # of the claim within its part
+    held: bool | None  # whether the claim held; None: not tried
+    what: str  # the outcome in words, or why it was not tried
+    seconds: float = 0.0  # that it took
+    figures: dict[str, float] | None = None  # name -> measured figure; None: none
 
 
 def collect(
     *, device: str = "cpu", backend: str | None = None, ranks: int = 2, limit_s: float = 900.0, say: Say = silent,
     kinds: list[tuple[str, str]] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Returns the rows as dicts, in the order of the parts; nothing is begun after `limit_s` seconds.
+    """Tries all claims; returns a row for each as a dict with the fields of `EvidenceRow`.
 
-    backend  the accelerator's own, over which ranks meet that share one
-    kinds    (task, plan) to prove instead of all
+    device   "cpu" or the accelerator's type
+    backend  name of the accelerator's backend, for ranks that share a device; None: chosen by the devices
+    ranks    number of ranks for measurements
+    limit_s  seconds after which no further claim is tried
+    say      called with a text on what is tried next
+    kinds    (task, plan) pairs to prove; None: `KINDS`
     """
     until, rows = time.monotonic() + limit_s, []
     with RankPool(quiet=True, accelerators=device != "cpu", own_backend=backend is not None) as pool:
@@ -90,7 +94,10 @@ def collect(
 
 
 def _tried(part: str, name: str, attempt: Callable[[], EvidenceRow], until: float) -> EvidenceRow:
-    """Returns the row of an attempt with its seconds; one that says why, where it fails or time is over."""
+    """Runs an attempt and returns its row with the seconds it took.
+
+    If it raises one of shardwise's errors, the row's `held` is False; after `until` (monotonic clock) it is not tried.
+    """
     began = time.monotonic()
     if began > until:
         return EvidenceRow(part, name, None, "not tried: the time was over")
@@ -104,7 +111,7 @@ def _tried(part: str, name: str, attempt: Callable[[], EvidenceRow], until: floa
 def _attempts(
     pool: RankPool, device: str, backend: str | None, ranks: int, kinds: list[tuple[str, str]]
 ) -> Iterator[tuple[str, str, Callable[[], EvidenceRow]]]:
-    """Yields (part, name, function that tries it and returns its row), in the order of the page."""
+    """Yields (part, name, function that tries the claim and returns its row), the most important first."""
     proofs = [("proofs", f"{task} {plan}", partial(_proof, pool, device, backend, task, plan)) for task, plan in kinds]
     yield from proofs[:5]
     yield "messages", f"{LARGE_BYTES >> 20} MiB both ways", partial(_messages, pool, ranks)
@@ -165,7 +172,7 @@ def large_messages() -> list[str]:
 
 
 def _survival(ranks: int, device: str) -> EvidenceRow:
-    """Returns whether a run whose rank is killed and started again ends with the losses of one that was not."""
+    """Returns a row on whether a run whose rank is killed and restarted ends with the losses of an undisturbed run."""
     plan = f"dp_shard={ranks},zero=1"
     options: dict[str, Any] = {**RESUMED, "device": device}
     with tempfile.TemporaryDirectory(prefix="shardwise-evidence-") as folder:
@@ -182,7 +189,7 @@ def _survival(ranks: int, device: str) -> EvidenceRow:
 
 
 def _by_hand(pool: RankPool, ranks: int) -> EvidenceRow:
-    """Returns a row that compares our step with DDP by hand."""
+    """Returns a row that compares the engine's step time with that of a loop over DDP by hand."""
     rows = pool.run(pairs_of_steps, ranks, timeout_s=240.0)
     ours, theirs = ([max(row[which][i] for row in rows) for i in range(PAIRS)] for which in (0, 1))
     ratio = median(hand / own for own, hand in zip(ours, theirs, strict=True))
@@ -191,7 +198,7 @@ def _by_hand(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def pairs_of_steps() -> tuple[list[float], list[float]]:
-    """Returns (seconds of each step of our engine, of each step of a loop over DDP), taken in turns. Collective."""
+    """Returns (seconds of `PAIRS` steps of the engine, of a loop over DDP), run in alternation. Collective."""
     task, device = resolve_task(DECODER), current_device()
     assert task.batch is not None
     engine = parallelize(task, f"dp_replicate={dist.get_world_size()}")
@@ -199,7 +206,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
     optimizer = task.optimizer([{"params": list(module.parameters())}])
 
     def by_hand(batch: Any) -> None:
-        """Take one step of DDP on this rank's samples, with the loss divided by the weight of all ranks."""
+        """Runs one step of DDP on this rank's samples, with the loss divided by the weight of all ranks."""
         mine = {key: value.tensor_split(dist.get_world_size())[dist.get_rank()].to(device) for key, value in
                 batch.items()}  # fmt: skip
         args, kwargs = task.inputs(mine)
@@ -227,7 +234,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
 
 
 def _forecast(pool: RankPool, ranks: int) -> EvidenceRow:
-    """Returns forecast over measured times, of collectives and of a decoder's step."""
+    """Returns a row with the ratios of forecast to measured times, of collectives and of a decoder's step."""
     cluster = probe(ranks, quick=True)
     wire, group = Wire(cluster), RankGroup(ranks)
     pace = None if cluster.device.pace_us is None else cluster.device.pace_us.value
@@ -244,7 +251,7 @@ def _forecast(pool: RankPool, ranks: int) -> EvidenceRow:
 def collectives_of_sizes(reference: float | None) -> list[tuple[str, int, int, float]]:
     """Returns rows (op, ranks, bytes, microseconds) of each collective at `SIZES`. Collective.
 
-    reference  microseconds of the fixed work (measure.Pace) to whose pace the times are brought; None: as measured
+    reference  time in us of the fixed work of measure.Pace, to which times are scaled; None: not scaled
     """
     ranks = dist.get_world_size()
     axis = Axis("world", ranks, dist.get_rank(), dist.group.WORLD, tuple(range(ranks)))

@@ -1,23 +1,23 @@
-"""A mock accelerator: a device type `mock` that torch knows as it knows a GPU, whose tensors lie in the host's memory.
+"""A mock accelerator: a device type `mock`, known to torch as a GPU is, whose tensors lie in the host's memory.
 
-For tests of code that is meant for accelerators, on machines without one. What would fail on a GPU fails here:
+For tests, on machines without an accelerator, of code that is meant for one. What would fail on a GPU fails here:
 
-    mock tensor + CPU tensor        raises, but for what torch allows (a CPU number of one element, an index)
+    mock tensor + CPU tensor        raises, except where torch allows it (a 0-d CPU tensor, an index)
     tensor.numpy(), a pickle        raises
     a copy to or from the host      is counted by `HostReads`, as are values that Python reads
-    a draw                          comes from a generator of the device's own
+    a random operation              uses an RNG of the device's own
     a collective's result           is NaN until its work is waited for; so is what is being sent
     a copy to pinned memory         is NaN until its event, or a stream behind it, was waited for
     a type, strides or sizes that   raise
       NCCL does not take
 
-What is computed is computed by the CPU's kernels, so it equals the CPU's to the bit.
+The CPU's kernels compute all results, so they equal the CPU's to the bit.
 
-How: a mock tensor is a subclass over the CPU's storage that claims the device, as fake tensors are over meta; torch's
-hooks for devices that are written in Python make factories reach `_compute`. `install` is for the life of a process.
+How: a mock tensor is a subclass that wraps a CPU storage and reports the mock device, as fake tensors wrap meta
+tensors; torch's hooks for devices written in Python make factories call `_compute`. `install` cannot be undone.
 
-What this does not do: run anything beside the host (work is done when its call returns; streams know of copies to the
-host alone: mock_streams), kernels of compilers, factories that pin.
+What this does not do: run anything asynchronously (work is done when its call returns; streams only delay copies to
+the host: mock_streams), kernels of compilers, factories that pin memory.
 
 Source: `torch/utils/backend_registration.py`, `torch/_subclasses/fake_tensor.py`.
 """
@@ -43,16 +43,16 @@ from shardwise.trace.elementwise import is_random
 NAME = "mock"
 HOST = torch.device("cpu")
 
-SEEN: set[torch._ops.OpOverload] = set()  # operations that mock tensors met
+SEEN: set[torch._ops.OpOverload] = set()  # operations that were called on mock tensors
 
-_installed: list[Any] = []  # what torch must not find collected
+_installed: list[Any] = []  # objects that torch refers to, kept alive
 
 
 class _Module:
-    """Stands for `torch.mock`, the module of the device type, with the functions that libraries use of `torch.cuda`."""
+    """The device module `torch.mock`, with those functions of `torch.cuda` that libraries use."""
 
     Stream, Event = MockStream, MockEvent
-    _initialized = True  # which torch's checkpoint asks before it keeps the device's generator
+    _initialized = True  # torch's checkpoint reads it before it saves the device's RNG state
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -92,7 +92,7 @@ class _Module:
 
     @contextmanager
     def stream(self, stream: MockStream | None) -> Iterator[None]:
-        """Context: operations belong to this stream; None: to the present one."""
+        """Context in which `stream` is the current stream; None: no change."""
         before, TRAFFIC.current = TRAFFIC.current, stream or TRAFFIC.current
         try:
             yield
@@ -100,7 +100,7 @@ class _Module:
             TRAFFIC.current = before
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for all copies to the host."""
+        """Completes all copies to the host."""
         TRAFFIC.arrive()
 
     def manual_seed(self, seed: int) -> None:
@@ -132,7 +132,7 @@ class _Guard(torch._C._acc.DeviceGuard):
 
 
 def install() -> torch.device:
-    """Make this process one that has a mock accelerator, for good; returns the device."""
+    """Registers the mock accelerator with torch in this process, for good; returns its device."""
     if not _installed:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -146,7 +146,7 @@ def install() -> torch.device:
         _installed.append(kernels)
         dist.Backend.register_backend(NAME, _no_backend, extended_api=True, devices=[NAME])
         torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
-        # what a guard that is written in Python cannot answer
+        # torch's guards written in Python lack these two
         torch.accelerator.synchronize = _installed[0].synchronize
         torch.accelerator.current_stream = _installed[0].current_stream
         torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin, is_pinned
@@ -155,9 +155,9 @@ def install() -> torch.device:
 
 
 def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], None]:
-    """Returns FSDP2's `reset_sharded_param` for mock tensors too: shards whose memory has not changed are left alone.
+    """Returns a wrapper of FSDP2's `reset_sharded_param` that does nothing if a shard's memory has not changed.
 
-    FSDP2 knows that of plain tensors only; a copy of an uneven shard would leave optimizers with the one before.
+    FSDP2 notices that for plain tensors only, and would copy an uneven mock shard, which optimizers still refer to.
     """
 
     def look(param: FSDPParam) -> None:
@@ -170,15 +170,15 @@ def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], No
 
 
 def _no_backend(options: Any, _: Any) -> Any:
-    """Returns the device's backend of a process group, which does nothing: `_collective` answers through gloo."""
+    """Returns a process group's backend for the mock device, which is never used: `_collective` runs gloo."""
     return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
 
 def _own_kernels() -> list[Any]:
-    """Returns the operations that are registered beside the fallback.
+    """Returns the operations that need a kernel of their own beside the fallback.
 
-    Those that `torch.tensor` calls where subclasses are not asked, and those that torch would compute by other
-    operations on a device without a kernel for them.
+    These are those that `torch.tensor` calls without dispatch to subclasses, and those that torch would decompose on a
+    device without a kernel for them.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
@@ -189,7 +189,7 @@ def _own_kernels() -> list[Any]:
 
 
 def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """`tensor.data = new`, which may move a tensor between the CPU and an accelerator."""
+    """Sets `tensor.data = new`, also if one is on the CPU and the other on the mock device."""
     if isinstance(tensor, MockTensor) == isinstance(new, MockTensor):
         torch._C.TensorBase.data.__set__(tensor, new)
         return
@@ -200,7 +200,7 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def join_group() -> None:
-    """Give this rank's default process group the mock device's backend beside gloo; groups made of it have it too."""
+    """Adds the mock device's backend to this rank's default process group beside gloo, for groups made of it too."""
     group, registry = dist.group.WORLD, dist.distributed_c10d._world
     name, backend = group.group_name, FakeProcessGroup._create_internal(dist.get_rank(), dist.get_world_size())
     group._register_backend(_device(), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -215,13 +215,13 @@ def _device() -> torch.device:
 
 
 class MockTensor(torch.Tensor):
-    """A CPU tensor's memory, claimed to be the mock device's."""
+    """A tensor in the memory of a CPU tensor that reports the mock device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, elements: torch.Tensor) -> MockTensor:
-        """Returns a mock tensor on the CPU tensor's storage."""
+        """Returns a mock tensor that shares the storage of the CPU tensor `elements`."""
         return torch.Tensor._make_subclass(
             cls, elements, False, dispatch_device=True, device_for_backend_keys=_device()
         )
@@ -241,7 +241,7 @@ class MockTensor(torch.Tensor):
         return f"{elements(self)!r}, on {NAME}"
 
     def tolist(self) -> Any:
-        """Returns the elements as nested lists of numbers, by way of a copy to the host."""
+        """Returns the elements as nested lists of numbers, through a copy to the host, which is counted."""
         return self.cpu().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -249,7 +249,7 @@ class MockTensor(torch.Tensor):
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the CPU tensor on the memory that a mock tensor has now; counts no copy."""
+    """Returns a CPU tensor that shares the memory of a mock tensor; no copy is made or counted."""
     with torch.no_grad():
         bare = torch.empty(0, dtype=tensor.dtype, device=HOST)
         return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -259,9 +259,13 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Arriving(dist.Work):
-    """A collective that runs on copies; its results are copied to their places once it has been waited for."""
+    """The work of a collective that runs on copies; `wait` copies the results into the given tensors.
 
-    alive: ClassVar[set[_Arriving]] = set()  # C++ holds none of the Python objects
+    work      gloo's work
+    arriving  (tensor to write, copy with its result), for each output
+    """
+
+    alive: ClassVar[set[_Arriving]] = set()  # keeps the Python objects alive, which C++ does not
 
     def __init__(self, work: dist.Work, arriving: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
@@ -269,7 +273,7 @@ class _Arriving(dist.Work):
         self.alive.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Block until the collective is done, and put its results in place; returns True."""
+        """Blocks until the collective is done and writes its results into their tensors; returns True."""
         waits_for(self)
         self.work.wait() if timeout is None else self.work.wait(timeout)
         for goal, arrived in self.arriving:
@@ -279,12 +283,15 @@ class _Arriving(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is done; its results are in place only after `wait`."""
+        """Whether the collective is done; its results are written only by `wait`."""
         return self.work.is_completed()
 
 
 def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
-    """Returns the result of a collective, run by gloo on copies; what it writes is unreadable until waited for."""
+    """Runs a collective with gloo on copies; returns its result. Its outputs are NaN until its work is waited for.
+
+    args        the operation's arguments; `bare_args`: the same with CPU tensors in place of mock tensors
+    """
     refuse_as_nccl(func, bare_args)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (memory of the device, its copy)
 
@@ -312,7 +319,7 @@ _TAKES_HOST_INDICES = (aten.index, aten.index_put, aten.index_put_, aten._index_
 
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns an operation's result, computed on the CPU's memory and made mock tensors again."""
+    """Returns an operation's result on mock tensors, computed by the CPU's kernel and wrapped as mock tensors."""
     SEEN.add(func)
     claimed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of elements -> (elements, mock tensor)
     foreign: list[torch.Tensor] = []
@@ -327,10 +334,10 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
     bare_args, bare_kwargs = tree_map_only(torch.Tensor, uncover, (args, kwargs))
     goal = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device()
-    # what is asked for on the mock device is made in the host's memory, which nothing pins
+    # factories for the mock device make CPU tensors, and never pinned ones
     bare_kwargs |= {"device": HOST} if goal.type == NAME and "device" in kwargs else {}
     bare_kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    if claimed:  # tensors of the mock device: those of the host beside them
+    if claimed:  # there are mock tensors, so CPU tensors beside them may be an error
         _refuse_both(func, args, foreign)
     if func.namespace == "c10d":  # results are NaN until they are waited for
         return _collective(func, args, bare_args, bare_kwargs)
@@ -339,21 +346,24 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         _crosses(func, args, kwargs, out)
     for bare, mock in claimed.values():
         if not _alike(bare, mock):
-            mock.data = MockTensor(bare)  # resized, or viewed in place
+            mock.data = MockTensor(bare)  # an in-place operation changed shape or storage
 
     def cover(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, AsyncCollectiveTensor):  # its waiting stays around the mock tensor
+        if isinstance(tensor, AsyncCollectiveTensor):  # keep the wrapper that waits
             return AsyncCollectiveTensor(MockTensor(tensor.elem))
-        if id(tensor) in claimed:  # written in place, or handed on: the same object
+        if id(tensor) in claimed:  # an argument that is returned stays the same object
             return claimed[id(tensor)][1]
-        # asked for on the host, or a tensor of the host's handed on
+        # a result on the host, or a CPU argument that is returned
         return tensor if goal.type != NAME or any(tensor is other for other in foreign) else MockTensor(tensor)
 
     return tree_map_only(torch.Tensor, cover, out)
 
 
 def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-    """Count the bytes that an operation moves over the link, and waits; a copy to the host that may, arrives later."""
+    """Counts the bytes that an operation moves between host and device, and waits of the host.
+
+    out   the operation's result. A non-blocking copy into pinned memory becomes readable only once it is waited for.
+    """
     stream = TRAFFIC.current
     if func is aten._local_scalar_dense.default:  # `.item()`
         stream.synchronize()
@@ -368,9 +378,9 @@ def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
     else:
         return
     onto = goal.device.type == NAME or (func is aten._to_copy.default and _goes_to(kwargs) == NAME)
-    if onto != isinstance(source, MockTensor):  # from one side to the other
+    if onto != isinstance(source, MockTensor):  # the copy crosses between host and device
         TRAFFIC.copied("to device" if onto else "to host", source, waits=not (later and (pinned or onto)))
-        if not onto and later and pinned:  # it arrives when its stream is waited for
+        if not onto and later and pinned:  # asynchronous: it arrives when its stream is waited for
             stream.send(goal)
         elif not onto:
             stream.synchronize()
@@ -381,7 +391,7 @@ def _goes_to(kwargs: dict) -> str:
 
 
 def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
-    """Raise where tensors of the host and of the device meet, as a kernel of a GPU would."""
+    """Raises `RuntimeError` if an operation mixes CPU tensors (`foreign`) with mock tensors, as on a GPU."""
     packet = func.overloadpacket
     # copies are how tensors come to a device
     if not foreign or packet in (aten.copy_, aten._foreach_copy_):
@@ -390,7 +400,7 @@ def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
     if packet in _TAKES_HOST_INDICES and isinstance(args[0], MockTensor):
         indices = [index for index in args[1] if index is not None and not isinstance(index, MockTensor)]
         foreign = [tensor for tensor in foreign if not any(tensor is index for index in indices)]
-    # a number without dims goes to the device by itself, but nothing may be written into it
+    # 0-d CPU tensors are allowed as inputs, but not as outputs
     if all(tensor.dim() == 0 for tensor in foreign) and not _writes_to(func, args, foreign):
         return
     tensors = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in foreign)
@@ -398,13 +408,13 @@ def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same view of one memory."""
+    """Whether two tensors have the same storage, offset, shape and strides."""
     places = [(t.shape, t.stride(), t.storage_offset(), t.untyped_storage()._cdata) for t in (one, other)]
     return places[0] == places[1]
 
 
 def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:
-    """Whether the operation writes into a tensor of the host's."""
+    """Whether the operation's schema says that it writes into one of the CPU tensors `foreign`."""
     written = [
         value
         for place, value in zip(func._schema.arguments, args, strict=False)
@@ -415,7 +425,7 @@ def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def _own_draws(func: Any) -> Iterator[None]:
-    """Context: torch's default generator is the mock device's, for an operation that draws."""
+    """Context in which torch's default RNG has the mock device's state, if the operation `func` is random."""
     if not is_random(func):
         yield
         return

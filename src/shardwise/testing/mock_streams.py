@@ -1,10 +1,10 @@
-"""Streams and events of the mock accelerator, which know of copies to the host alone: what waits for them, and bytes.
+"""Streams and events of the mock accelerator, which delay copies to the host and count bytes and waits.
 
-    stream.send(goal)        `goal`, a tensor of the host's, is NaN from here on, as pinned memory may be on a GPU
-    event.record(stream)     knows of the copies that the stream has begun, or waits for
-    event.synchronize()      those have arrived; so have a stream's, where it is waited for or a value is read in it
+    stream.send(goal)        `goal`, a CPU tensor, becomes NaN until the copy arrives, as pinned memory may be on a GPU
+    event.record(stream)     the event covers the copies that the stream has begun or waits for
+    event.synchronize()      those copies arrive; likewise a stream's if it is waited for or a value is read in it
 
-All else on this device is done when its call returns.
+All other work on this device is done when its call returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def unreadable(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what nobody computes: NaN, True, or an integer of 127 or 255."""
+    """Fills a tensor with NaN, True, or 127 or 255 (integers), so that a read before the result arrives shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     else:
@@ -24,7 +24,7 @@ def unreadable(tensor: torch.Tensor) -> None:
 
 
 def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Returns a copy of a tensor of the host's that counts as pinned; in place of `Tensor.pin_memory`."""
+    """Returns a copy of a CPU tensor that counts as pinned, or the tensor if it does. Replaces `Tensor.pin_memory`."""
     if is_pinned(tensor):
         return tensor
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -33,12 +33,12 @@ def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    """Whether a tensor's memory counts as pinned; in place of `Tensor.is_pinned`."""
+    """Whether a tensor's storage counts as pinned; replaces `Tensor.is_pinned`."""
     return getattr(tensor.untyped_storage(), "pinned", False)
 
 
 class _Copy:
-    """A copy to the host that is under way."""
+    """A copy to the host that is under way: `goal` is unreadable until `arrive` writes `values` into it."""
 
     def __init__(self, goal: torch.Tensor) -> None:
         self.goal, self.values = goal, goal.clone()
@@ -52,7 +52,7 @@ class _Copy:
 
 
 def _arrived(copies: list[_Copy]) -> bool:
-    """Complete the copies, and empty the list; returns whether one was under way."""
+    """Completes the copies and empties the list; returns whether one was still under way."""
     waiting = [copy for copy in copies if copy.under_way]
     copies.clear()
     with torch.no_grad():
@@ -62,22 +62,22 @@ def _arrived(copies: list[_Copy]) -> bool:
 
 
 class MockEvent:
-    """A point in a stream: reached when the copies to the host before it have arrived."""
+    """A point in a stream, reached when the copies to the host that precede it have arrived."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         """Takes the arguments of torch's events, and ignores them."""
         self._copies: list[_Copy] = []
 
     def record(self, stream: MockStream | None = None) -> None:
-        """Make this event follow all that the stream has begun."""
+        """Makes this event cover all copies that the stream has begun or waits for; None: the current stream."""
         self._copies = list((stream or TRAFFIC.current).copies)
 
     def wait(self, stream: MockStream | None = None) -> None:
-        """Let a stream wait for this event."""
+        """Makes a stream wait for this event; None: the current stream."""
         (stream or TRAFFIC.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait for this event."""
+        """Completes the copies before this event, as a wait of the host; counts it if one was under way."""
         TRAFFIC.waits += _arrived(self._copies)
 
     def query(self) -> bool:
@@ -90,10 +90,10 @@ class MockEvent:
 
 
 class MockStream:
-    """A queue of work in which copies to the host are pending; all other work is done at once."""
+    """A queue of copies to the host that are pending; all other work is done at once."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        """Takes what torch's streams take."""
+        """Takes the arguments of torch's streams, and ignores them."""
         self.copies: list[_Copy] = []
 
     @property
@@ -102,7 +102,7 @@ class MockStream:
         return torch.device("mock", 0)
 
     def send(self, goal: torch.Tensor) -> None:
-        """Begin a copy into a tensor of the host's, which has the values already."""
+        """Begins a copy into the CPU tensor `goal`: its present values arrive when they are waited for, NaN before."""
         copy = _Copy(goal)
         self._know([copy])
         TRAFFIC.pending.append(copy)
@@ -111,21 +111,21 @@ class MockStream:
         self.copies = [copy for copy in dict.fromkeys([*self.copies, *copies]) if copy.under_way]
 
     def wait_event(self, event: MockEvent) -> None:
-        """Let later work of this stream wait for the event."""
+        """Makes later work of this stream wait for the event."""
         self._know(event._copies)
 
     def wait_stream(self, stream: MockStream) -> None:
-        """Let later work of this stream wait for another stream."""
+        """Makes later work of this stream wait for another stream."""
         self._know(stream.copies)
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
-        """Returns an event that follows all that this stream has begun."""
+        """Records an event (a new one for None) on this stream and returns it."""
         event = event or MockEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for all work of this stream."""
+        """Completes all copies of this stream, as a wait of the host."""
         _arrived(self.copies)
 
     def query(self) -> bool:
@@ -134,11 +134,12 @@ class MockStream:
 
 
 class Traffic:
-    """What has crossed the link: bytes by way ("to device", "to host"), and how often the host waited.
+    """Counts of what was copied between host and device.
 
-    waits     waits of the host that found a copy under way, or were a copy's own
-    beside    bytes to the device that were copied in another stream than the device's own
-    current   the stream that work goes to
+    bytes     direction ("to device", "to host") -> bytes
+    waits     how often the host waited: for an event with a copy under way, or in a blocking copy
+    beside    bytes to the device that were copied in a stream other than the default one
+    pending   copies that were begun; `own`: the default stream; `current`: the current one
     """
 
     def __init__(self) -> None:
@@ -148,20 +149,20 @@ class Traffic:
         self.own = self.current = MockStream()
 
     def copied(self, way: str, source: torch.Tensor, *, waits: bool) -> None:
-        """Count a copy over the link; `way` is "to device" or "to host"."""
+        """Counts a copy of `source`; `way`: "to device" or "to host"; `waits`: whether the host waits for it."""
         size = source.numel() * source.element_size()
         self.bytes[way] += size
         self.beside += size if way == "to device" and self.current is not self.own else 0
         self.waits += waits
 
     def arrive(self) -> None:
-        """Let all copies arrive."""
+        """Completes all copies."""
         _arrived(self.pending)
 
     def clear(self) -> None:
-        """Set all counts to zero."""
+        """Sets all counts to zero."""
         self.bytes.clear()
         self.waits = self.beside = 0
 
 
-TRAFFIC = Traffic()  # of this process, whose device a mock is for good
+TRAFFIC = Traffic()  # of this process

@@ -1,4 +1,4 @@
-"""Play what all ranks issued under the strictest rules that a device may have, and name ranks that wait in a circle.
+"""Replays the collectives and messages that ranks issued, under strict rules of NCCL, and finds deadlocks.
 
     rank 0   send A | recv B          one queue for each rank, all communicators in it; nothing is buffered:
     rank 1   send B | recv A          a send ends when its receive runs   -> both wait in their send: a deadlock
@@ -6,13 +6,13 @@
     rank 0   [send A, recv B]         operations of one batch begin together
     rank 1   [send B, recv A]         -> both end
 
-`strictest` is what a device does whose kernels run one after another (no free multiprocessor,
-CUDA_DEVICE_MAX_CONNECTIONS=1); `side_by_side` what it may do at best: a queue for each communicator, each operation
-after what its rank has waited for. Orders that pass the second alone depend on how a device runs kernels.
+`strictest` models a device whose kernels run one after another (no free multiprocessor, CUDA_DEVICE_MAX_CONNECTIONS=1).
+`side_by_side` models the best case: a queue for each communicator, and each operation after those that its rank has
+waited for. Whether an order ends that passes only the second depends on how a device runs kernels.
 
-Besides circles, ranks are compared: the same collectives on each communicator, messages of one size on both ends.
+Ranks are also compared: collectives of one communicator must agree, and messages have one size on both ends.
 
-What this does not do: see what a compiled program issues, waits on the host for a file or a store, or time.
+What this does not do: see what a compiled program issues, model waits on the host for a file or a store, or time.
 
 Source: NCCL's documentation, "Using multiple NCCL communicators concurrently", "Group calls", "Point-to-point".
 """
@@ -27,22 +27,22 @@ from dataclasses import dataclass, field
 from shardwise.comm.issued import POINT_TO_POINT, Issued, Waited
 
 Entries = Sequence[Issued | Waited]
-Key = tuple[object, ...]  # which collective or message an operation is a part of, the same text on all its ranks
+Key = tuple[object, ...]  # identifies a collective or message; equal on all ranks that take part in it
 
 
 @dataclass
 class _Unit:
-    """What one rank begins at once: an operation, or those of one batch. `after`: units of the rank before it."""
+    """The operations that one rank begins together: one, those of a batch, or none (a wait)."""
 
     rank: int
-    operations: list[tuple[Issued, Key]] = field(default_factory=list)  # each with the key under which its ranks meet
-    after: list[int] = field(default_factory=list)
-    open: set[Key] = field(default_factory=set)  # keys of those that have not ended
+    operations: list[tuple[Issued, Key]] = field(default_factory=list)  # each with its collective's or message's key
+    after: list[int] = field(default_factory=list)  # indices of the rank's units that must end before this one begins
+    open: set[Key] = field(default_factory=set)  # keys of its operations that have not ended
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """An operation that a rank waits in for ever, and why: the rank that it waits for waits too, or has ended."""
+    """An operation in which a rank waits forever, for rank `waits_for`, which waits itself or (`ended`) has ended."""
 
     rank: int
     operation: Issued
@@ -56,7 +56,11 @@ class Stuck:
 
 @dataclass(frozen=True)
 class PlayedOrder:
-    """What playing came to: the circle of ranks that wait for each other, and operations that differ between ranks."""
+    """The outcome of a replay.
+
+    circle   operations of ranks that wait for each other in a circle; (): no deadlock
+    unlike   sentences on operations that differ between ranks; (): none
+    """
 
     circle: tuple[Stuck, ...] = ()
     unlike: tuple[str, ...] = ()
@@ -67,22 +71,25 @@ class PlayedOrder:
         return not self.circle and not self.unlike
 
     def text(self) -> str:
-        """Returns the faults as text, a line for each rank; "" where there are none."""
+        """Returns the faults as text, a line for each; "" if there are none."""
         return "\n".join([*self.unlike, *map(str, self.circle)])
 
 
 def strictest(ranks: Sequence[Entries]) -> PlayedOrder:
-    """Returns the outcome of all ranks' entries where each rank's operations run one after another."""
+    """Returns the outcome if each rank's operations run one after another; `ranks`: each rank's entries, in order."""
     return _played(ranks, one_queue=True)
 
 
 def side_by_side(ranks: Sequence[Entries]) -> PlayedOrder:
-    """Returns the outcome of all ranks' entries where communicators run at the same time."""
+    """Returns the outcome if communicators run independently; `ranks`: each rank's entries, in order."""
     return _played(ranks, one_queue=False)
 
 
 def communicators(entries: Entries) -> set[str]:
-    """Returns the communicators that a rank makes: one for each group it uses, one for a pair that sends alone."""
+    """Returns names of the communicators that a rank makes.
+
+    There is one for each group, and one for each pair of ranks that exchange messages outside of a batch.
+    """
     made = set()
     for entry in entries:
         if isinstance(entry, Issued) and len(entry.ranks) > 1:
@@ -95,7 +102,7 @@ def communicators(entries: Entries) -> set[str]:
 
 
 def _played(ranks: Sequence[Entries], *, one_queue: bool) -> PlayedOrder:
-    """Returns how the ranks' entries end, played as NCCL would: by `one_queue`, or one for each communicator."""
+    """Returns the outcome of all ranks' entries; `one_queue`: whether a rank has one queue, or one per communicator."""
     units = [_units(rank, entries, one_queue=one_queue) for rank, entries in enumerate(ranks)]
     unlike = _unlike(units)
     if unlike:
@@ -104,11 +111,11 @@ def _played(ranks: Sequence[Entries], *, one_queue: bool) -> PlayedOrder:
 
 
 def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
-    """Returns a rank's units in their order, each with those it comes after. A wait is a unit without operations."""
+    """Returns a rank's units in the order of issue, with `after` set. A wait is a unit without operations."""
     units: list[_Unit] = []
-    unit_of: list[int] = []  # by number of the operation
+    unit_of: list[int] = []  # for each operation, in order: the index of its unit
     counts: dict[Key, int] = defaultdict(int)
-    last_of: dict[str, int] = {}  # by communicator
+    last_of: dict[str, int] = {}  # communicator -> index of its last unit so far
     waited, batch = -1, None
     for entry in entries:
         if isinstance(entry, Waited):
@@ -129,7 +136,7 @@ def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
         if before != place:  # a communicator's operations run in their order
             units[place].after.append(before)
         last_of[_communicator(rank, entry)] = place
-    if one_queue:  # a unit begins after the one before it has ended, whatever their communicators
+    if one_queue:  # each unit begins after the previous one has ended
         for place, unit in enumerate(units):
             unit.after = [place - 1] if place else []
     for unit in units:
@@ -138,7 +145,10 @@ def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
 
 
 def _way(rank: int, entry: Issued) -> Key:
-    """Returns the key that counts an operation: (group,) of collectives, (group, sender, receiver) of messages."""
+    """Returns (group,) of a collective or (group, sender, receiver) of a message.
+
+    The n-th operation with this key on one rank meets the n-th on the others.
+    """
     if entry.op not in POINT_TO_POINT:
         return (entry.group,)
     ends = (rank, entry.peer) if entry.op == "send" else (entry.peer, rank)
@@ -155,9 +165,9 @@ def _members(entry: Issued, rank: int) -> tuple[int, ...]:
 
 
 def _unlike(units: list[list[_Unit]]) -> list[str]:
-    """Returns a sentence for each key whose operation differs between ranks in collective, dtype or size."""
+    """Returns a sentence for each group, or pair, whose operations differ between ranks in kind, dtype or size."""
     first: dict[Key, tuple[int, Issued]] = {}
-    differing: dict[Key, str] = {}  # the first of each way: those after it differ by it
+    differing: dict[Key, str] = {}  # only the first of each `_way`, since later ones are shifted by it
     for rank, own in enumerate(units):
         for unit in own:
             for entry, key in unit.operations:
@@ -168,7 +178,7 @@ def _unlike(units: list[list[_Unit]]) -> list[str]:
 
 
 def _alike(entry: Issued) -> tuple[object, ...]:
-    """Returns (op, device, dtype, size), which ranks must have alike; size -1 where each rank has rows of its own."""
+    """Returns (op, device, dtype, elements), which must be equal on all ranks; elements -1 if sizes may differ."""
     if entry.op in POINT_TO_POINT:
         return ("message", entry.device, entry.dtype, math.prod(entry.shape))
     size = -1 if entry.op in ("all_to_all", "gather", "scatter") else math.prod(entry.shape)
@@ -176,9 +186,9 @@ def _alike(entry: Issued) -> tuple[object, ...]:
 
 
 def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
-    """Play all units until none can run; returns the circle of operations that wait, () where all have ended."""
-    begun: dict[Key, set[int]] = defaultdict(set)  # ranks whose part of it runs
-    holders: dict[Key, list[tuple[int, int]]] = defaultdict(list)
+    """Runs all units until none can go on; returns the circle of operations that wait, () if all have ended."""
+    begun: dict[Key, set[int]] = defaultdict(set)  # key -> ranks that have begun it
+    holders: dict[Key, list[tuple[int, int]]] = defaultdict(list)  # key -> (rank, index) of its units
     missing = [[len(unit.after) for unit in own] for own in units]
     followers: list[list[list[int]]] = [[[] for _ in own] for own in units]
     for rank, own in enumerate(units):
@@ -193,7 +203,7 @@ def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
         rank, place = ready.pop()
         for entry, key in units[rank][place].operations:
             begun[key].add(rank)
-            if begun[key] == set(_members(entry, rank)):  # all of its ranks are there: it runs
+            if begun[key] == set(_members(entry, rank)):  # all of its ranks have begun it, so it runs and ends
                 for at in holders[key]:
                     units[at[0]][at[1]].open.discard(key)
         for at in {(rank, place), *(at for _, key in units[rank][place].operations for at in holders[key])}:
@@ -212,7 +222,11 @@ def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
 def _circle(
     units: list[list[_Unit]], missing: list[list[int]], ended: set[tuple[int, int]], begun: dict[Key, set[int]]
 ) -> tuple[Stuck, ...]:
-    """Returns the operations of the ranks that wait for each other in a circle, or for one that has ended."""
+    """Returns the operations of ranks that wait for each other in a circle, or of one that waits for an ended rank.
+
+    missing   for each rank and unit, how many units it still has to wait for
+    ended     (rank, index) of units that have ended; `begun`: key -> ranks that have begun it
+    """
     stuck = {rank: stopped for rank, own in enumerate(units)
              for stopped in _stopped(rank, own, missing[rank], ended, begun)}  # fmt: skip
     if not stuck:
@@ -227,7 +241,7 @@ def _circle(
 def _stopped(
     rank: int, units: list[_Unit], missing: list[int], ended: set[tuple[int, int]], begun: dict[Key, set[int]]
 ) -> Iterator[Stuck]:
-    """Yields the first operation that a rank has begun and cannot end."""
+    """Yields the first operation that a rank has begun but that cannot end, if there is one."""
     for place, unit in enumerate(units):
         if (rank, place) in ended or missing[place]:
             continue
@@ -239,7 +253,7 @@ def _stopped(
 
 
 def check(ranks: Sequence[Entries]) -> tuple[PlayedOrder, PlayedOrder]:
-    """Returns (outcome on a device that runs one operation at a time, on one that runs communicators side by side)."""
+    """Returns (outcome of `strictest`, outcome of `side_by_side`); `ranks`: each rank's entries, in order."""
     return strictest(ranks), side_by_side(ranks)
 
 

@@ -1,7 +1,7 @@
-"""Record what each rank of a plan issues on a mock accelerator, and play it as NCCL: `check_order`.
+"""`check_order`: records what each rank of a plan issues on a mock accelerator, and replays it as NCCL would.
 
-    ranks   the look, two steps, an evaluation, predictions, whole weights and optimizer state, on the mock device
-    here    `nccl_order.strictest`, `nccl_order.side_by_side`; communicators counted
+    ranks   build the engine, run two steps, an evaluation, and gather weights and optimizer state, on the mock device
+    here    `nccl_order.strictest` and `nccl_order.side_by_side` on the records; communicators are counted
 
 What this does not do: see a compiled program's collectives, or checkpoints of a run, whose ranks meet in a folder.
 """
@@ -32,10 +32,12 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class OrderReport:
-    """How a plan's collectives and messages run on a device: one after another, and communicators side by side.
+    """The outcome of `check_order`.
 
-    issued         operations, of all ranks
-    communicators  the most that a rank makes
+    strictest      outcome on a device that runs operations one after another
+    side_by_side   outcome on a device that runs communicators independently
+    issued         number of operations, over all ranks
+    communicators  number that the rank with the most of them makes
     """
 
     plan: str
@@ -57,9 +59,12 @@ class OrderReport:
 
 
 def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, timeout_s: float = 600.0) -> OrderReport:
-    """Returns how a plan's operations on this task would run, on ranks of `pool` (None: new ones) with a mock device.
+    """Runs a few steps of a task under a plan on a mock device; returns whether its operations could deadlock on NCCL.
 
-    Raises `InputError` where the task cannot run on an accelerator, `RefusedPlan` for a plan that is refused.
+    task   a task or its name, as in `train`; `pool`: ranks to use, None: new ones; `timeout_s`: seconds for the run
+
+    Raises `InputError` if the plan is compiled or the task cannot run on an accelerator, `RefusedPlan` for a plan that
+    is refused.
     """
     chosen = Plan.parse(plan)
     check(chosen)
@@ -74,14 +79,14 @@ def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, ti
 
 
 def report(plan: str, ranks: list[list[Issued | Waited]]) -> OrderReport:
-    """Returns the `OrderReport` of the operations that all ranks issued, by rank."""
+    """Returns the `OrderReport` of `ranks`, the entries that each rank recorded."""
     issued = sum(isinstance(entry, Issued) for entries in ranks for entry in entries)
     made = max(len(nccl_order.communicators(entries)) for entries in ranks)
     return OrderReport(plan, *nccl_order.check(ranks), issued, made)
 
 
 def _evaluates(task: Any) -> bool:
-    """Returns whether one process evaluates the task: a forward that takes gradients cannot run without them."""
+    """Whether the task can be evaluated: a forward that computes gradients itself fails under `no_grad`."""
     resolved = resolve_task(task)
     args, kwargs = call_arguments(resolved, global_batch(resolved, Settings(), 0))
     try:
@@ -95,9 +100,12 @@ def _evaluates(task: Any) -> bool:
 
 
 def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | Waited]:
-    """Returns the entries that this rank issues and waits for in a few steps and an evaluation. Collective."""
+    """Returns the operations that this rank issues and waits for in `STEPS` steps and an evaluation. Collective.
+
+    evaluates   Whether to run the evaluation
+    """
     device = mock_device.install()
-    # under a launcher ranks meet on the mock device; one rank alone needs no group
+    # a group of several ranks needs a backend for mock tensors
     if dist.is_initialized() and dist.get_world_size() > 1:
         mock_device.join_group()
     resolved = resolve_task(task)
@@ -110,7 +118,7 @@ def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | 
         # a task may have no evaluation
         if evaluates:
             engine.evaluate([global_batch(resolved, settings, STEPS)])
-        # gathered by name and thrown away: what is issued is what is looked at
+        # gathered and discarded, for the collectives that this issues
         for tensors in (engine.full_parameters(), engine.full_optimizer_state(), engine.full_buffers()):
             deque(tensors, maxlen=0)
     engine.close()

@@ -1,28 +1,29 @@
-"""Where a slot's optimizer state lies between steps: the host's memory, or a file on a disk (`offload=`).
+"""Offload (`offload=`): optimizer state lies in the host's memory, or in a file on a disk, between steps.
 
-What blocks keep for backward lies there within a step: activations.py. Shards of weights, between gathers: shards.py.
+Tensors that blocks save for backward lie there within a step (activations.py), shards of weights between all-gathers
+(shards.py).
 
-A tier is a place and nothing else: the tensors of `optimizer.state` stay what they are, and their memory is moved.
-What rests in fewer bytes than it is stepped in (`optimizer_state=`, `masters=`) is coded on its way there: narrow.py,
-and reads as its values meanwhile: resting.py.
+The tensors of `optimizer.state` stay the same objects; only their memory is moved. State that is stored in fewer bytes
+than it is updated in (`optimizer_state=`, `masters=`) is coded when it is stored (narrow.py). A coded tensor can be
+read between steps as if it had its values (resting.py).
 
-    between steps   state, masters   ── lie in ──>  host memory, or the mapped file: whoever reads them, reads there
+    between steps   state, masters   ── lie in ──>  host memory, or a mapped file, where anybody can read them
     in a step       sub-group by sub-group of parameters:
 
         disk  ── read ──> |buffer k+1|      one ahead
                           |buffer k  |  ──> optimizer.step over these parameters alone
         disk <── write ── |buffer k-1|      one behind
 
-Which sub-groups there are follows from bytes (`subgroups`); their state is measured by a step on zeros before the
-first one, so that a disk that is too small is found at start. The file has two halves: a step reads one and writes the
-other, and only when all of it is written do the halves change places (`disk`).
+Sub-groups are formed by bytes (`subgroups`). The optimizer's state is found before the first step by a step on zeros,
+so that a disk that is too small is refused at the start. The file has two halves. A step reads one and writes the
+other, and the halves change roles only when everything is written (`disk`).
 
 Bytes on the disk in a step: the state and masters read once and written once; 2 x their size in the file.
 Sources: Rajbhandari et al., "ZeRO-Infinity" (SC 2021); Ren et al., "ZeRO-Offload" (ATC 2021).
 
-What this does not do: cut one parameter into several sub-groups (the largest one bounds the buffers), move masters
-that are the module's own weights (fp32, zero=3) or their owners' (whole tensors under zero), move what an optimizer
-first keeps after its first step, or hide the host's copies behind the device's steps.
+What this does not do: split one parameter over several sub-groups (the largest one determines the buffers), move
+masters that are the module's own weights (fp32, zero=3) or those of step/owners, move state that an optimizer creates
+only after its first step, or overlap copies to the host with the device's steps.
 """
 
 from shardwise.tiers.activations import Activations, rehearsed, spread, told_of_none

@@ -1,25 +1,25 @@
-"""What blocks keep for backward lies in a store until backward comes to them: `offload=activations`.
+"""`offload=activations`: tensors that blocks save for backward lie in a store until backward needs them.
 
     forward    block k     |  block k + 1                      |  block k + 2
-                            ── what k keeps goes to its store ─|  let go of
+                            ── k's tensors go to its store ────|  freed
     backward   block k + 2 |  block k + 1                      |  block k
-                            ── what k keeps comes back ────────|  used
+                            ── k's tensors come back ──────────|  used
 
-Two blocks' activations lie in memory instead of all. Nothing is computed again, and the bits are those that were kept.
-With recompute a block keeps its inputs, and these move.
+Two blocks' activations lie in memory instead of all. Nothing is recomputed, and the bits do not change. With recompute
+a block saves its inputs, and these move.
 
-The unit is a storage: tensors that share one move once, also where the next block keeps the same. When a block's
-forward is over its storages are put; when the next one's is over they are let go of. What is still held then by
-somebody else (a mask, a skip connection) stays, since nothing would be freed. So do weights, buffers and views of them,
-small storages, and tensors of kinds that are not plain memory.
+Storages are moved. Tensors that share one move once, also if the next block saves the same one. When a block's forward
+ends, the copy of its storages begins; when the next block's forward ends, they are freed. A storage that somebody else
+still holds then (a mask, a skip connection) stays, since nothing would be freed. So do weights, buffers and views of
+them, small storages, and tensors that are not plain memory.
 
-autograd compares versions of what it keeps itself, and not of what hooks hold, so that is done here: a tensor that was
-written to in place is refused in backward, as without hooks.
+autograd checks the versions of tensors that it saves itself, but not of those that hooks hold. So they are checked
+here: backward raises for a tensor that was written to in place, as it does without hooks.
 
 Source: `torch.autograd.graph.saved_tensors_hooks`; Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5.1.
 
-What this does not do: move what a block's own functions keep elsewhere than by `save_for_backward`, or what lies
-outside the blocks.
+What this does not do: move tensors that a block's own autograd functions keep otherwise than by `save_for_backward`, or
+tensors saved outside the blocks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
 from shardwise.tiers.stores import Nowhere, Store, Token
 
-SMALL_BYTES = 4096  # storages below stay: a disk moves whole pages
+SMALL_BYTES = 4096  # smaller storages stay, since a disk moves whole pages
 
 
 class Saved:
-    """What autograd keeps in a tensor's place. moved: where its memory lies, None where it stays."""
+    """The object that autograd saves in place of a tensor.
+
+    tensor   alias of the saved tensor; without its memory once that has moved
+    version  its version counter when it was saved
+    moved    the storage that has its memory; None: it stays
+    layout   (size, stride, storage offset) of the tensor, once it has moved
+    """
 
     __slots__ = ("__weakref__", "layout", "moved", "tensor", "version")
 
@@ -54,11 +60,11 @@ class Saved:
 
     @property
     def written(self) -> bool:
-        """Whether the tensor was written to since it was kept."""
+        """Whether the tensor was written to since it was saved."""
         return self.tensor._version != self.version
 
     def hollow(self, moved: Moved) -> None:
-        """Let go of the memory; the tensor, empty, still counts writes."""
+        """Replaces the tensor's memory, now in `moved`, by an empty one; its version counter stays."""
         lowest = memory_of(self.tensor)
         self.layout = (lowest.size(), lowest.stride(), lowest.storage_offset())
         self.moved = moved
@@ -68,7 +74,7 @@ class Saved:
             self.tensor.data = _nothing(self.tensor)
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor as it was kept; `RuntimeError`, as autograd's, where it was written to since."""
+        """Returns the saved tensor; raises `RuntimeError`, as autograd does, if it was written to since."""
         if self.written:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -82,29 +88,30 @@ class Saved:
 
 
 class Moved:
-    """One storage's bytes in a store.
+    """One storage that is in a store.
 
-    source   all bytes of the storage, until they are let go of
-    call     the last one whose block keeps it
-    counter  a tensor that counts writes to it, `version` what it counted
+    source   the storage as flat bytes, until `let_go` frees it; then None
+    token    handle of its bytes in the store
+    call     the last `BlockCall` whose block saved it
+    counter  a saved tensor on it, for its version counter;  version  the counter's value when it was saved
     """
 
     def __init__(self, source: torch.Tensor, token: Token, call: BlockCall, first: Saved):
         self.source: torch.Tensor | None = source
         self.token, self.call = token, call
         self.counter, self.version = first.tensor, first.version
-        self.waiting: weakref.WeakSet[Saved] = weakref.WeakSet()  # those that backward has not asked for
-        self._back: torch.Tensor | None = None
-        self._elsewhere: torch.UntypedStorage | None = None  # the storage, where somebody else holds it too
+        self.waiting: weakref.WeakSet[Saved] = weakref.WeakSet()  # saved tensors that backward has not asked for yet
+        self._back: torch.Tensor | None = None  # the bytes, back from the store
+        self._elsewhere: torch.UntypedStorage | None = None  # the storage, if somebody else kept it alive
 
     def holds(self, storage: torch.UntypedStorage, saved: Saved) -> bool:
-        """Whether it has what a storage holds now."""
+        """Whether its bytes are those of `storage` now, on which `saved` lies."""
         own = self._elsewhere if self.source is None else self.source.untyped_storage()
         same = own is not None and own._cdata == storage._cdata
         return same and self.counter._version == self.version == saved.version
 
     def let_go(self) -> None:
-        """Free the source once it is written, unless somebody else holds it."""
+        """Waits until the bytes are stored, and drops the source; keeps it usable if somebody else holds it."""
         if self.source is None:
             return
         watched = StorageWeakRef(self.source.untyped_storage())
@@ -114,14 +121,14 @@ class Moved:
             self._elsewhere = torch.UntypedStorage._new_with_weak_ptr(watched.cdata)
 
     def fetch(self) -> None:
-        """Start to bring it back."""
+        """Starts to bring the bytes back, if the source was freed."""
         if self.source is None and self._elsewhere is None and self._back is None:
             self.token.fetch()
 
     def bytes_for(self, saved: Saved) -> torch.Tensor:
-        """Returns its bytes; kept until all that share it were asked for."""
+        """Returns the storage's bytes for `saved`; they are kept until all tensors on it have been asked for."""
         if self._elsewhere is not None:
-            # of no integers, whose values a rehearsal would look for
+            # as float8, not uint8, since a rehearsal looks for the values of integers
             return torch.empty(0, dtype=torch.float8_e5m2, device=self.counter.device).set_(self._elsewhere)
         if self.source is not None:
             return self.source
@@ -135,7 +142,12 @@ class Moved:
 
 
 class BlockCall:
-    """One call of a block. store: where what it keeps goes, None where it stays; before: the call before it."""
+    """One call of a block, whose `pack` and `unpack` are autograd's hooks.
+
+    store   where the tensors go that it saves; None: they stay
+    before  the call of a block before it in this micro-batch, or None
+    kept    its saved tensors, until its forward ends;  moved  its storages in the store
+    """
 
     def __init__(self, store: Store | None, before: BlockCall | None):
         self.store, self.before = store, before
@@ -144,13 +156,13 @@ class BlockCall:
         self._asked = False
 
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """Returns what autograd keeps."""
+        """Returns the object for autograd to save in place of `tensor`."""
         saved = Saved(tensor)
         self.kept.append(weakref.ref(saved))
         return saved
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Returns the tensor; starts to bring back what the call before keeps."""
+        """Returns the saved tensor; also starts to bring back the tensors of the call before."""
         self._fetch()
         if self.before is not None:
             self.before._fetch()
@@ -164,28 +176,29 @@ class BlockCall:
 
 
 class Activations:
-    """Lets what blocks keep go to stores. Made by `parallelize`.
+    """Wraps blocks so that what they save for backward goes to stores.
 
-    blocks   with the store of each, None where what it keeps stays
+    module  that contains the blocks
+    blocks  (block, its store, or None if its tensors stay) for each
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[tuple[nn.Module, Store | None]]):
         inside = {id(child) for block, _ in blocks for child in block.modules()}
         self._outside = [child for child in module.modules() if id(child) not in inside]
         self.stores = [*dict.fromkeys(store for _, store in blocks if store is not None)]
-        self._called: set[int] = set()  # blocks, in this micro-batch
-        self._last: BlockCall | None = None
-        self._behind: BlockCall | None = None  # whose storages are not let go of
-        self._known: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        self._called: set[int] = set()  # ids of the blocks called in this micro-batch
+        self._last: BlockCall | None = None  # the last call that began
+        self._behind: BlockCall | None = None  # the last call that ended, whose storages are not freed yet
+        self._known: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()  # by storage
         for block, store in blocks:
             self._wrap(block, store)
 
     def _wrap(self, block: nn.Module, store: Store | None) -> None:
-        """Lets what the block's forward keeps go to the store; None: it stays, and still starts what comes back."""
+        """Wraps the block's forward in autograd's hooks, also without a store, since they start the fetch before it."""
         forward = block.forward
 
         def moving(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():  # nothing is kept
+            if not torch.is_grad_enabled():  # nothing is saved
                 return forward(*args, **kwargs)
             call = self._begin(block, store)
             with saved_tensors_hooks(call.pack, call.unpack):
@@ -193,12 +206,13 @@ class Activations:
             self._end(block, call)
             return output
 
-        if hasattr(forward, "inside"):  # of recompute, whose second forward runs within
+        if hasattr(forward, "inside"):  # recompute's handle to wrap the forward that it runs twice
             moving.inside = forward.inside  # type: ignore[attr-defined]
         block.forward = moving
 
     def _begin(self, block: nn.Module, store: Store | None) -> BlockCall:
-        if id(block) in self._called:  # another micro-batch, whose backward begins where its own forward ends
+        """Returns a new call of the block, linked to the one before."""
+        if id(block) in self._called:  # a new micro-batch, whose backward must not fetch tensors of the last one
             self._called.clear()
             self._last = None
         self._called.add(id(block))
@@ -206,6 +220,7 @@ class Activations:
         return self._last
 
     def _end(self, block: nn.Module, call: BlockCall) -> None:
+        """Stores the call's tensors, and frees those of the call before."""
         if call.store is not None:
             self._put(block, call, call.store)
         call.kept.clear()
@@ -216,22 +231,22 @@ class Activations:
                     moved.let_go()
 
     def _put(self, block: nn.Module, call: BlockCall, store: Store) -> None:
-        """Starts to move the storages that a call keeps, each once; those that are small, or of weights, stay."""
+        """Starts to move the storages of a call's saved tensors, each once, but not small ones and weights'."""
         by_storage: dict[int, list[Saved]] = {}
         for saved in _alive(call.kept):
             lowest = memory_of(saved.tensor)
-            # not moved: what was written since, which backward refuses, and tensors that are more than their memory
+            # tensors written since are left alone (backward raises), and those that are more than their memory
             if not saved.written and _is_plain(saved.tensor) and store.takes(lowest):
                 by_storage.setdefault(lowest.untyped_storage()._cdata, []).append(saved)
         weights = self._weights(block) if by_storage else set()
         for key, group in by_storage.items():
             lowest = memory_of(group[0].tensor)
             storage = lowest.untyped_storage()
-            # weights are kept anyway, small storages cost more than they free, and parts of an element cannot be viewed
+            # weights stay in memory anyway; a storage that is no whole number of elements cannot be viewed as such
             if key in weights or storage.nbytes() < max(SMALL_BYTES, 1) or storage.nbytes() % lowest.itemsize:
                 continue
             moved = self._known.get(key)
-            # else a block before keeps the same memory, unchanged, and it is moved once
+            # if an earlier block has saved the same storage, unchanged, it is moved already
             if moved is None or not moved.holds(storage, group[0]):
                 source = lowest.as_strided((storage.nbytes() // lowest.itemsize,), (1,), 0).view(torch.uint8)
                 moved = self._known[key] = Moved(source, store.put(source), call, group[0])
@@ -242,7 +257,7 @@ class Activations:
             call.moved.append(weakref.ref(moved))
 
     def _weights(self, block: nn.Module) -> set[int]:
-        """Returns the storages of the block's parameters and buffers as they are now, and of what is outside blocks."""
+        """Returns ids of the storages of parameters and buffers, of the block and of modules outside all blocks."""
         keys = set()
         for child in (*block.modules(), *self._outside):
             for tensor in (*child._parameters.values(), *child._buffers.values()):
@@ -251,26 +266,29 @@ class Activations:
         return keys
 
     def put_bytes(self) -> dict[str, int]:
-        """Returns the bytes that were put into each store so far, by the tier's name."""
+        """Returns {tier's name: bytes that were put into its store so far}."""
         return {store.name: store.bytes_put for store in self.stores}
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the bytes for which each store has room, by the tier's name."""
+        """Returns {tier's name: bytes that its store has allocated}."""
         return {store.name: store.held_bytes for store in self.stores}
 
     @property
     def notices(self) -> list[str]:
-        """Returns what the user is told."""
+        """Returns the stores' lines for the user."""
         return [notice for store in self.stores for notice in store.notices]
 
     def close(self) -> None:
-        """End what the stores have started."""
+        """Closes the stores."""
         for store in self.stores:
             store.close()
 
 
 def rehearsed(module: nn.Module, paths: Iterable[str], offload: str) -> Activations | None:
-    """Lets what blocks keep go nowhere, as a plan's `offload` says, on tensors without values; None where it stays."""
+    """Returns the `Activations` of a rehearsal, whose stores drop the bytes; None if `offload` moves no activations.
+
+    paths  of the blocks
+    """
     placed = placements(offload, "activations")
     if not placed:
         return None
@@ -279,9 +297,10 @@ def rehearsed(module: nn.Module, paths: Iterable[str], offload: str) -> Activati
 
 
 def spread(blocks: Sequence[nn.Module], parts: Iterable[tuple[Store, float]]) -> list[tuple[nn.Module, Store | None]]:
-    """Returns each block with its store: the first ones, by fractions of their number; None for the rest.
+    """Returns (block, its store or None) for each: the first blocks get the first store, and so on.
 
-    What the first ones keep lies longest before backward comes to it.
+    parts  (store, fraction of the number of blocks, rounded to the nearest block)
+    The first blocks are offloaded since backward needs their tensors last.
     """
     stores: list[Store | None] = []
     reached = 0.0
@@ -292,7 +311,7 @@ def spread(blocks: Sequence[nn.Module], parts: Iterable[tuple[Store, float]]) ->
 
 
 def told_of_none(placed: Sequence[Placement], blocks: Sequence[nn.Module], offload: str) -> list[str]:
-    """Returns a notice for each placement whose fraction of the blocks is none of them."""
+    """Returns a notice for each placement whose fraction rounds to no block. `offload`: the plan's text."""
     parts = [(Nowhere(placement.tier), placement.fraction) for placement in placed]
     used = {store for _, store in spread(blocks, parts)}
     return [
@@ -304,16 +323,16 @@ def told_of_none(placed: Sequence[Placement], blocks: Sequence[nn.Module], offlo
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the plain tensor that has this rank's memory: of a part of a part, of a shard of FSDP2's."""
+    """Returns the plain tensor with this rank's memory: a tensor itself, or the local one of a `Part` or DTensor."""
     while isinstance(tensor, Distributed):
         tensor = tensor.local
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a part to its lowest, is nothing but its memory."""
+    """Whether a tensor, or the local one of a `Part`, is fully described by its memory, size and strides."""
     while isinstance(tensor, Distributed):
-        # a summand may be added up meanwhile; others are seen by what made them
+        # a summand may be reduced meanwhile; other classes have state beside their memory
         if type(tensor) is not Part or (tensor.source, tensor.recipe, tensor.margin) != (None, None, None):
             return False
         tensor = tensor.local
@@ -321,15 +340,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+    """Yields the objects that still exist."""
     return (target for target in (reference() for reference in references) if target is not None)
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor of the same dtype and device."""
     return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
 def _hollow(part: Part) -> None:
-    """Put empty tensors in the place of a part's memory, in parts of its own all the way down."""
+    """Replaces the memory of a `Part`, whose local tensor may be a `Part` again, by an empty one."""
     inner = part.local.detach()
     if isinstance(inner, Part):
         _hollow(inner)
@@ -339,7 +360,7 @@ def _hollow(part: Part) -> None:
 
 
 def _filled(part: Part, plain: torch.Tensor) -> torch.Tensor:
-    """Returns a hollow part with this memory."""
+    """Returns a copy of a hollow `Part` whose innermost local tensor is `plain`."""
     lowest = part
     while isinstance(lowest.local, Part):
         lowest = lowest.local

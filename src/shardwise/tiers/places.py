@@ -1,4 +1,4 @@
-"""What a tier's place does for a step, and the host's memory as one. The disk: disk.py."""
+"""Where optimizer state is stored between steps: the interface, the host's memory, the device. The disk: disk.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IN_MEMORY = (
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the host's memory is another than the device's."""
+    """Whether the device has memory other than the host's, as an accelerator has."""
     return not on_host(device)
 
 
 class Place:
-    """Where sub-groups lie between steps. Each has `rest` there, and a `buffer` in the host's memory within a step.
+    """Where sub-groups are stored between steps; sets `rest`, `after` and `buffer` of each `Subgroup`.
 
-    Its methods do nothing: where what rests lies in the buffer, or nothing does, nothing moves. A disk's move bytes.
+    These methods do nothing, which is right if state stays in its buffer. A disk's methods move bytes.
     """
 
     name = "device"
@@ -32,29 +32,29 @@ class Place:
         """Called before a step."""
 
     def fetch(self, group: Subgroup) -> None:
-        """Start to bring what rests of a sub-group into its buffer."""
+        """Starts to copy a sub-group's stored state into its buffer."""
 
     def wait_for(self, group: Subgroup) -> None:
-        """Wait until the buffer holds what was fetched, and nothing of another sub-group that is still written."""
+        """Waits until the buffer holds what `fetch` copies, and no write from it is under way."""
 
     def store(self, group: Subgroup) -> None:
-        """Start to put the buffer where the sub-group rests after this step."""
+        """Starts to copy the buffer to where the sub-group is stored after this step (`after`)."""
 
     def finish(self) -> None:
-        """Wait for all that was started."""
+        """Waits for all copies; raises the first error."""
 
     def commit(self, groups: Sequence[Subgroup]) -> None:
-        """From now on the sub-groups rest where this step put them."""
+        """Makes what this step stored the sub-groups' current state."""
 
     def abandon(self) -> None:
-        """Wait for all that was started, whatever came of it."""
+        """Waits for all copies, and ignores errors."""
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """Ends threads and closes files."""
 
 
 class HostMemory(Place):
-    """The host's memory: a buffer for each sub-group, allocated once, pinned where the device copies from it."""
+    """The host's memory: a buffer for each sub-group, allocated once, pinned for an accelerator."""
 
     name = "host"
 
@@ -64,7 +64,7 @@ class HostMemory(Place):
 
 
 class DeviceMemory(Place):
-    """The memory of the device itself, for state that rests by a code: a step decodes a sub-group of it at a time."""
+    """The device's own memory, for coded state, of which a step decodes one sub-group at a time."""
 
     def __init__(self, groups: Sequence[Subgroup], device: torch.device):
         for group in groups:

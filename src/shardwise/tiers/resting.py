@@ -1,12 +1,12 @@
-"""`Resting`: a tensor whose values are coded elsewhere (narrow.py); who reads it gets them, who writes it codes anew.
+"""`Resting`: a tensor whose values are stored coded (narrow.py); reads decode them, in-place writes code them again.
 
-    between steps   optimizer.state[w]["exp_avg"] ── is Resting ──> bytes in a tier: any operation decodes what it reads
-    in a step       the same object is an ordinary tensor, on memory of its own
+    between steps   optimizer.state[w]["exp_avg"] ── is Resting ──> coded bytes in a tier, decoded by any operation
+    in a step       the same object is an ordinary tensor, with memory of its own
 
-The object stays the one that an optimizer holds: `lay` and `wake` exchange what it is (`torch.utils.swap_tensors`), so
-that groups, state and gradients need not be told.
+The optimizer keeps the same tensor object. `lay` and `wake` exchange its content (`torch.utils.swap_tensors`), so that
+groups, state and gradients stay valid.
 
-What this does not do: views of it that are written to. A view is of a decoded copy.
+What this does not do: support writes through views, since a view is of a decoded copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from shardwise.tiers.narrow import HALVES, Codec, Draw
 
 @dataclass
 class Rest:
-    """Values of a tensor, coded in `memory` (bytes), wherever that is.
+    """The coded values of a tensor.
 
-    like     a tensor without values that says shape, stride, dtype
-    device   where the values are taken to
+    memory   coded bytes (uint8), on any device
+    like     a meta tensor with the shape, stride and dtype
+    device   where values are decoded
+    codec    by which they are coded
     """
 
     memory: torch.Tensor
@@ -34,13 +36,13 @@ class Rest:
     codec: Codec
 
     def take(self) -> torch.Tensor:
-        """Returns the values."""
+        """Returns the decoded tensor."""
         out = torch.empty(self.like.numel(), dtype=self.like.dtype, device=self.device)
         self.codec.take(self.memory.to(self.device), out)
         return _in_order(out, self.like)
 
     def put(self, values: torch.Tensor, draw: Draw | None = None) -> None:
-        """Let the values of a tensor rest here. draw: None, rounded to the nearest."""
+        """Codes `values` into `memory`. draw: random bits for rounding; None: to the nearest."""
         if self.memory.device == values.device:
             self.codec.put(values.detach().reshape(-1), self.memory, draw)
             return
@@ -51,7 +53,11 @@ class Rest:
 
 @dataclass
 class SplitRest:
-    """Masters as the halves that `weight`, the module's, lacks. A part of them: from the `start`-th element on."""
+    """A float32 master stored as its bf16 weight and the bits that the weight lacks (`narrow.Halves`).
+
+    memory   those bits (uint8);  weight  the module's, bf16
+    like     a meta tensor like the master, or like a view of it that begins at the `start`-th element in memory
+    """
 
     memory: torch.Tensor
     like: torch.Tensor
@@ -59,11 +65,11 @@ class SplitRest:
     start: int = 0
 
     def part(self, start: int, like: torch.Tensor) -> SplitRest:
-        """Returns the rest of `like`'s elements, which lie as they do from `start` on."""
+        """Returns the `SplitRest` of a view of the master, like `like`, whose elements begin at `start` in memory."""
         return SplitRest(self.memory, like, self.weight, start)
 
     def take(self) -> torch.Tensor:
-        """Returns the values."""
+        """Returns the decoded master, or view of it, in float32."""
         weights, count = _lying(self.weight), self.like.numel()
         out = torch.empty(count, dtype=torch.float32, device=weights.device)
         mine = weights[self.start : self.start + count]
@@ -71,11 +77,11 @@ class SplitRest:
         return out.as_strided(self.like.shape, self.like.stride())
 
     def put(self, values: torch.Tensor, draw: Draw | None = None) -> None:
-        """Let the values rest here, and round them into the weights; `draw` is not used."""
+        """Stores `values`: rounds them into the weight, and the rest into `memory`. `draw` is not used."""
         weights, count = _lying(self.weight), self.like.numel()
         masters = torch.empty_strided(self.like.shape, self.like.stride(), dtype=torch.float32, device=weights.device)
         masters = _lying(masters.copy_(values.detach()))
-        if count < weights.numel():  # halves are packed together: the others' come along
+        if count < weights.numel():  # tie bits are packed, so all elements are coded again
             whole = SplitRest(self.memory, weights, self.weight).take()
             whole[self.start : self.start + count] = masters
             masters = whole
@@ -86,14 +92,14 @@ class SplitRest:
 
 
 class Resting(torch.Tensor):
-    """A tensor whose values lie in `rest`."""
+    """A tensor whose values are coded in `rest`; `awake` is its content as an ordinary tensor, without memory."""
 
     rest: Rest | SplitRest
-    awake: torch.Tensor  # what it is in a step: the same object's other content
+    awake: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, rest: Rest | SplitRest) -> Resting:
-        """rest: where the values lie."""
+        """Makes a wrapper with the shape, stride and dtype of `rest.like`."""
         device = rest.weight.device if isinstance(rest, SplitRest) else rest.device
         like = rest.like
         return torch.Tensor._make_wrapper_subclass(
@@ -110,7 +116,7 @@ class Resting(torch.Tensor):
         return self.detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Returns the values: a copy of a state is nobody's to update."""
+        """Returns the decoded values as an ordinary tensor, since a copy of the state is not offloaded."""
         memo[id(self)] = values = self.detach()
         return values
 
@@ -133,7 +139,7 @@ class Resting(torch.Tensor):
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Resting]:
-    """Returns the tensors at rest among an operation's arguments that it writes into."""
+    """Returns the `Resting` tensors among an operation's arguments that it writes into."""
     names = [row.name for row in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     changed = [
@@ -145,20 +151,20 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Resting]:
 
 
 def lay(tensor: torch.Tensor, rest: Rest | SplitRest) -> None:
-    """Let a tensor rest: the object reads as the values in `rest`, and its own memory is let go of."""
+    """Turns a tensor into a `Resting` one of the values in `rest`, and frees its memory."""
     if isinstance(tensor, Resting):
         tensor.rest = rest
         return
     gradient, tensor.grad = tensor.grad, None
     other = Resting(rest)
-    torch.utils.swap_tensors(tensor, other)  # from here on `other` is what the tensor was
+    torch.utils.swap_tensors(tensor, other)  # from here on `other` has the tensor's old content
     other.data = torch.empty(0, dtype=other.dtype, device=other.device)
     assert isinstance(tensor, Resting)
     tensor.awake, tensor.grad = other, gradient
 
 
 def wake(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Let a tensor at rest be an ordinary one on this memory, as it was before."""
+    """Turns a `Resting` tensor into an ordinary one, whose data is `memory`."""
     assert isinstance(tensor, Resting)
     other, gradient = tensor.awake, tensor.grad
     tensor.grad = None
@@ -168,7 +174,7 @@ def wake(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def _in_order(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns flat values in the shape of `like`, and in memory as that lies."""
+    """Returns flat values, in row-major order, as a tensor with the shape and strides of `like`."""
     if like.is_contiguous():
         return values.view(like.shape)
     out = torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device)
@@ -176,5 +182,5 @@ def _in_order(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _lying(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor's elements as they lie in memory, flat."""
+    """Returns a flat view of a dense tensor's elements, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

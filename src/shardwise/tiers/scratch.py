@@ -1,6 +1,6 @@
-"""A file without a name in the folder for temporary files: made room for, read and written past the page cache.
+"""A preallocated file in the folder for temporary files, its name removed, with direct reads and writes (O_DIRECT).
 
-Used by a rank's state between steps (`disk`), its weights (`shards`) and what its blocks keep for backward (`stores`).
+Used for a rank's optimizer state (`disk`), weights (`shards`), activations (`stores`) and undo copies (`undo`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ ELSEWHERE = "let TMPDIR name a folder on a local disk with room"
 
 
 class ScratchFile:
-    """One file; nothing is left of it once the process has ended.
+    """One open file without a name, so that nothing is left of it when the process ends.
 
-    lost    what an error of a read or write means for the run, and what to do
-    direct  whether it is read and written past the page cache
+    lost    sentence for the error of a failed read or write: what it means for the run
+    direct  whether reads and writes bypass the page cache (O_DIRECT)
     """
 
     def __init__(self, rank: int, suffix: str, lost: str, folder: Path | None = None, direct: bool = True):
-        """direct: past the page cache, where that can be. Raises `RefusedPlan` for a folder that is no disk."""
+        """Makes the file. suffix: of its name; folder: None for that of temporary files; direct: try O_DIRECT.
+
+        Raises `RefusedPlan` if the folder lies in memory (tmpfs), or no file can be made there.
+        """
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         self.path = self.folder / f"shardwise-{os.getpid()}-rank{rank}.{suffix}"
         self.lost = lost
@@ -35,23 +38,24 @@ class ScratchFile:
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def _opened(self, direct: int) -> tuple[int, bool]:
+        """Returns (file descriptor, whether it is direct); falls back to the page cache. `direct`: O_DIRECT or 0."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             try:
                 return os.open(self.path, flags | direct, 0o600), bool(direct)
             except OSError:
-                self.path.unlink(missing_ok=True)  # refused after it was made
+                self.path.unlink(missing_ok=True)  # O_DIRECT may be refused after the file was made
                 return os.open(self.path, flags, 0o600), False
         except OSError as error:
             raise RefusedPlan(f"offload to disk: no file in {self.folder}: {error.strerror}: {ELSEWHERE}") from error
 
     def reserve(self, start: int, size: int) -> None:
-        """Make room for bytes from `start` on; raises `OSError`."""
+        """Allocates disk space for bytes [start, start + size); raises `OSError` if there is none."""
         os.posix_fallocate(self.fd, start, size)
 
     @property
     def notices(self) -> list[str]:
-        """Returns what the user is told of the file."""
+        """Returns [a line for the user] if the file is not direct, else []."""
         if self.direct:
             return []
         return [
@@ -60,14 +64,15 @@ class ScratchFile:
         ]
 
     def read(self, part: memoryview, offset: int) -> None:
-        """Fill `part` from byte `offset`; where `direct`, memory, size, offset are whole pages. Raises `RunError`."""
+        """Reads into `part` from byte `offset`; `RunError` if that fails. If `direct`, all must be page-aligned."""
         self._move(os.preadv, "read", part, offset)
 
     def write(self, part: memoryview, offset: int) -> None:
-        """Put `part` at byte `offset`; where `direct`, memory, size, offset are whole pages. Raises `RunError`."""
+        """Writes `part` to byte `offset`; `RunError` if that fails. If `direct`, all must be page-aligned."""
         self._move(os.pwritev, "write", part, offset)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], verb: str, part: memoryview, start: int) -> None:
+        """Repeats `call` (preadv or pwritev) until all of `part` is moved. `verb`: for the error."""
         done = 0
         while done < len(part):
             try:
@@ -79,7 +84,7 @@ class ScratchFile:
             done += moved
 
     def error(self, verb: str, size: int, offset: int, why: str) -> RunError:
-        """Returns the error of a read or write that failed."""
+        """Returns the `RunError` of a failed read or write (`verb`) of `size` bytes at `offset`; `why`: the reason."""
         return RunError(
             f"offload to disk: cannot {verb} {size} bytes at offset {offset} of {self.path}: {why}. {self.lost} Look "
             f"at the disk, or {ELSEWHERE}, and go on from the last checkpoint"
@@ -87,14 +92,14 @@ class ScratchFile:
 
 
 def refuse_memory(folder: Path) -> None:
-    """Raise `RefusedPlan` for a folder that lies in memory."""
+    """Raise `RefusedPlan` if the folder lies in memory (tmpfs and the like)."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
         raise RefusedPlan(f"offload to disk: {folder} is {kind}, which lies in the host's memory: {ELSEWHERE}")
 
 
 def file_system(folder: Path) -> str:
-    """Returns the kind of file system of a folder, as Linux tells it; "" elsewhere."""
+    """Returns the kind of file system of a folder ("ext4", "tmpfs") from /proc/mounts; "" if there is no such file."""
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -1,16 +1,16 @@
-"""Shards of weights in a mapped file: what `offload=parameters:disk` moves under zero=3.
+"""Shards of weights in a memory-mapped file: `offload=parameters:disk` under zero=3.
 
-    gather of unit k    its pages are read while k - 1 computes; copied into the gather; unmapped
-    update              sub-group by sub-group: pages are read one ahead, changed in place, unmapped, written
+    all-gather of unit k   its pages are read while k - 1 computes; copied into the all-gather; unmapped
+    update                 sub-group by sub-group: pages are read one ahead, changed in place, unmapped, written
 
-A shard stays a tensor of the host's, whose memory is the file's: gathers, the optimizer, checkpoints and digests read
-and write it as any other. This says when its pages come and go. What is unmapped is no part of the process's memory;
-the kernel keeps it in the page cache as long as it has room to spare, so a machine with memory reads less.
+A shard stays a CPU tensor, whose memory is the mapped file. So all-gathers, the optimizer and checkpoints read and
+write it like any other; this class only decides when its pages are read and unmapped. Unmapped pages do not count as
+the process's memory. The kernel keeps them in the page cache while it has room, so that it reads the disk less often.
 
-Units are gathered in the order of the micro-batch before, so the next one is known from the last two.
+Units are gathered in the order of the micro-batch before, so the next one is predicted from the last two.
 
-What this does not do: lie on a disk for a device that is not the host's processor, whose gathers would wait for its
-link; keep the weights before a step, which like those in memory have moved on where an update fails.
+What this does not do: support accelerators, whose all-gathers would wait for the disk; or restore the weights if an
+update fails.
 """
 
 from __future__ import annotations
@@ -31,22 +31,27 @@ from shardwise.errors import RefusedPlan
 from shardwise.tiers.scratch import ELSEWHERE, ScratchFile
 from shardwise.tiers.subgroups import LINE, PAGE
 
-POPULATE_READ, POPULATE_WRITE = 22, 23  # Linux 5.14, asm-generic/mman-common.h; Python's mmap has no names for them
+# MADV_POPULATE_*: advice to read pages in, of Linux 5.14 (asm-generic/mman-common.h); Python's mmap has no names
+POPULATE_READ, POPULATE_WRITE = 22, 23
 LOST = "Weights belong to different steps: nothing is saved of this run from here on."
 
-Extent = tuple[int, int]  # start and end in the file, at pages' borders
+Extent = tuple[int, int]  # [start, end) in the file, in bytes, page-aligned
 
 
 class ShardFile:
-    """One file of a rank, in which the shards of some units lie. Made by `engine/moved_parameters`.
+    """A file of one rank with the shards of some FSDP2 units.
 
-    memory  of each unit, that of its shards
+    memory       for each unit, a flat tensor in the file for each of its shards
+    size         bytes of the file;  moved_bytes  read so far
     """
 
     name = "disk"
 
     def __init__(self, shards: Sequence[Sequence[torch.Tensor]], rank: int, folder: Path | None = None):
-        """shards: of each unit, flat. Raises `RefusedPlan` for a folder that is no disk, or has no room."""
+        """Makes the file. shards: for each unit, flat tensors, whose sizes and dtypes are used, not their values.
+
+        Raises `RefusedPlan` if the folder (None: that for temporary files) is not on a disk, or has no room.
+        """
         self.file = ScratchFile(rank, "parameters", LOST, folder)
         offsets: list[list[int]] = []
         size = 0
@@ -65,10 +70,10 @@ class ShardFile:
             for places, unit in zip(offsets, shards, strict=True)
         ]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="shardwise-tier")  # one reads, one writes
-        self._coming: dict[Any, Future[None]] = {}
+        self._coming: dict[Any, Future[None]] = {}  # reads under way, by unit or id of a parameter
         self._writing: list[Future[None]] = []
-        self._next: dict[tuple[int, int], int] = {}  # unit gathered after these two
-        self._last = (-1, -1)
+        self._next: dict[tuple[int, int], int] = {}  # (unit, next unit) -> unit gathered after these two
+        self._last = (-1, -1)  # the last two units gathered
         self.moved_bytes = 0
 
     def _reserve(self) -> None:
@@ -82,21 +87,21 @@ class ShardFile:
             ) from error
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the file's bytes, by the tier's name."""
+        """Returns {"disk": bytes of the file}."""
         return {self.name: self.size}
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the file."""
         return 0 <= tensor.data_ptr() - self._start < self.size and tensor.numel() > 0
 
-    # --- gathers
+    # --- all-gathers
 
     def before_gather(self, unit: int) -> None:
-        """Have a unit's shards in memory: read ahead, or now; `RunError` where the disk fails."""
+        """Makes a unit's shards resident, if they were not read ahead; `RunError` if the disk fails."""
         self._arrived(unit, self.memory[unit], POPULATE_READ)
 
     def after_gather(self, unit: int) -> None:
-        """Let go of a unit's shards, and start to read what was gathered next the last time."""
+        """Unmaps a unit's shards, and starts to read those of the unit that is predicted to come next."""
         self._forget(self._extents(self.memory[unit]))
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
@@ -107,46 +112,48 @@ class ShardFile:
     # --- updates
 
     def let_go(self) -> None:
-        """Let go of all pages."""
+        """Unmaps all pages."""
         self._forget([(0, self.size)])
 
     def fetch(self, params: Sequence[torch.Tensor]) -> None:
-        """Start to read parameters that will be changed."""
+        """Starts to read the pages of parameters that will be updated."""
         self._start_to_read(id(params[0]), params, POPULATE_WRITE)
 
     def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        """Wait until parameters that were fetched are there; `RunError` where the disk fails."""
+        """Waits until parameters that were fetched are resident; `RunError` if the disk fails."""
         self._arrived(id(params[0]), params, POPULATE_WRITE)
 
     def store(self, params: Sequence[torch.Tensor]) -> None:
-        """Start to write parameters that were changed, and let go of them."""
+        """Starts to write the pages of updated parameters, and unmaps them."""
         if extents := self._extents(params):
             self._forget(extents)
             self._writing.append(self._pool.submit(self._write))
 
     def finish(self) -> None:
-        """Wait until all is written; raises the first error."""
+        """Waits until all is written; raises the first error."""
         while self._writing:
             self._writing.pop(0).result()
 
     def abandon(self) -> None:
-        """Wait for all that was started, whatever came of it."""
+        """Waits for all reads and writes, and ignores errors."""
         wait([*self._writing, *self._coming.values()])
         self._writing.clear()
         self._coming.clear()
 
     def close(self) -> None:
-        """End the threads, and give the file's room back once no tensor lies in it."""
+        """Ends the threads and closes the file, whose room is free once no tensor lies in it."""
         self._pool.shutdown()
         self.file.close()
 
     # --- pages
 
     def _start_to_read(self, key: Any, tensors: Iterable[torch.Tensor], how: int) -> None:
+        """Starts to read the tensors' pages, once for a `key`. `how`: POPULATE_READ or POPULATE_WRITE."""
         if key not in self._coming:
             self._coming[key] = self._pool.submit(self._read, self._extents(tensors), how)
 
     def _arrived(self, key: Any, tensors: Iterable[torch.Tensor], how: int) -> None:
+        """Waits for the read that was started under `key`, or reads now."""
         coming = self._coming.pop(key, None)
         if coming is not None:
             coming.result()
@@ -154,10 +161,10 @@ class ShardFile:
             self._read(self._extents(tensors), how)
 
     def _extents(self, tensors: Iterable[torch.Tensor]) -> list[Extent]:
-        """Returns the runs of whole pages in which tensors lie, those beside each other as one."""
+        """Returns the extents of whole pages that contain the tensors, adjacent ones merged."""
         runs: list[Extent] = []
         for tensor in tensors:
-            if not self.holds(tensor):  # it lies in other memory than the file's
+            if not self.holds(tensor):
                 continue
             first = (tensor.data_ptr() - self._start) // PAGE * PAGE
             last = _up(tensor.data_ptr() - self._start + tensor.numel() * tensor.element_size(), PAGE)
@@ -169,9 +176,9 @@ class ShardFile:
 
     def _read(self, extents: list[Extent], how: int) -> None:
         for first, last in extents:
-            self._advise(first, last, mmap.MADV_WILLNEED)  # all requests at once; touches would make one after another
+            self._advise(first, last, mmap.MADV_WILLNEED)  # queues all requests at once, unlike page faults
             failed = self._advise(first, last, how)
-            if failed not in (0, errno.EINVAL):  # EINVAL: an older kernel, where the first touch reads
+            if failed not in (0, errno.EINVAL):  # EINVAL: an older kernel, where the first access reads
                 why = "the disk gave no bytes" if failed == errno.EFAULT else os.strerror(failed)
                 raise self.file.error("read", last - first, first, why)
             self.moved_bytes += last - first
@@ -184,16 +191,16 @@ class ShardFile:
 
     def _forget(self, extents: list[Extent]) -> None:
         for first, last in extents:
-            self._advise(first, last, mmap.MADV_DONTNEED)  # of a file that is shared: nothing is lost
+            self._advise(first, last, mmap.MADV_DONTNEED)  # changes stay in the page cache, as the mapping is shared
 
     def _advise(self, first: int, last: int, how: int) -> int:
-        """Returns 0, or what the kernel says is wrong."""
+        """Calls madvise on [first, last) of the mapping with the advice `how`; returns 0 or the errno."""
         return _madvise()(self._start + first, last - first, how)
 
 
 @cache
 def _madvise() -> Callable[[int, int, int], int]:
-    """Returns the system's call, which unlike Python's lets other threads run meanwhile; it gives an error's number."""
+    """Returns a function (address, size, advice) -> 0 or errno that calls madvise without holding Python's lock."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -204,10 +211,11 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _alone(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like another, flat, on the bytes from `offset` on; its storage ends where it does."""
+    """Returns a flat tensor like `like` on the bytes of `memory` from `offset` on, with a storage of that size only."""
     size = like.numel() * like.element_size()
     return torch.from_numpy(memory.numpy()[offset : offset + size]).view(like.dtype)
 
 
 def _up(size: int, unit: int) -> int:
+    """Returns `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -1,4 +1,4 @@
-"""`StateTiers`: an optimizer's step over sub-groups of parameters whose state lies elsewhere between steps."""
+"""`StateTiers`: an optimizer's step over sub-groups of parameters whose state is offloaded or coded between steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class StateTiers:
-    """The state of one rank's optimizer, in places outside of the device between steps.
+    """The offloaded or coded state of one rank's optimizer, and its step over sub-groups.
 
-    groups   the sub-groups of each place, which step in this order; what is in none of them steps last, where it is
-    masters  gives (module's weight, wider master) where masters move too; the same tensors, in the same order
-    rounds   `step` puts masters into the module's weights itself, as each sub-group is done
-    shards   the file in which the parameters themselves lie, where that is so
-    draws    gives, for a parameter and the path of its state, the draws by which that is rounded in this step
-    undo     makes, of the bytes that a step changes of each sub-group in memory, what they are put back from
+    places   (place, its sub-groups), updated in this order; parameters in no sub-group are updated last, as they are
+    masters  returns (module's weight, wider master) pairs, the same in each call; [] if no masters are wider
+    slots    parameters of the optimizer, some of which are views of masters
+    rounds   whether `step` copies masters into the module's weights, as each sub-group is done
+    shards   the file with the parameters themselves, or None;  undo  sizes of copies -> `Undo`; None: no undoing
+    draws    (parameter, path of its state) -> random bits to round that in this step; None: to the nearest
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StateTiers:
         self.undo = None if undo is None else undo(sizes)
 
     def check(self) -> None:
-        """Raise `RunError` where a step failed on its way: weights and state belong to different steps."""
+        """Raise `RunError` if a step failed midway, so that weights and state belong to different steps."""
         if self._broken:
             raise RunError(
                 "a step failed on its way, so that weights and the optimizer's state belong to different steps: go on "
@@ -67,14 +67,14 @@ class StateTiers:
             )
 
     def step(self, step: Callable[[], T]) -> T | None:
-        """Run `step` for each sub-group not updated yet; returns the last's result. An error breaks this (`check`)."""
+        """Calls `step`, the optimizer's, for each sub-group with gradients; returns the last result or None."""
         self.begin()
         left = [number for number, (_, group) in enumerate(self.groups) if _has_gradients(group)]
         result = None
         try:
             for number, following in zip(left, [*left[1:], None], strict=False):
                 result = self.update(number, step, following)
-            if self._held or not self._begun:  # those of no sub-group; once too where no group has a gradient
+            if self._held or not self._begun:  # parameters of no sub-group; at least one call in any step
                 self._choose(self._held)
                 result = step()
             for running in self._running():
@@ -86,19 +86,19 @@ class StateTiers:
         self._stepping = False
         for place in self.places:
             place.commit([group for other, group in self._begun if other is place])
-        if self.undo is not None:  # the step stands: what it changed is not put back any more
+        if self.undo is not None:  # the step is valid
             self.undo.forget()
         self._round_others()
         return result
 
     def begin(self) -> None:
-        """Begin a step, if that is not done: until it ends, `update` may come for one sub-group after the other."""
+        """Begins a step, unless one has begun; then `update` may be called for sub-groups."""
         self.check()
-        if self._stepping:  # `update` has come for a sub-group already
+        if self._stepping:
             return
         self._stepping, self._open = True, ExitStack()
         self._begun: list[tuple[Place, Subgroup]] = []
-        self._fetched: int | None = None  # ahead
+        self._fetched: int | None = None  # index of the sub-group that was fetched ahead
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         self._held = [param for param in params if id(param) not in self._in_groups]
         for place in self.places:
@@ -108,16 +108,15 @@ class StateTiers:
             self.undo.begin(self.optimizer)
 
     def update(self, number: int, step: Callable[[], T], following: int | None = None, *, kept: bool = False) -> T:
-        """Run the optimizer's `step` for a sub-group, by its number.
+        """Calls `step`, the optimizer's, for sub-group `number` (its index) alone; returns its result.
 
-        following  the one that is read meanwhile
-        kept       it may be taken back
+        following  index of the sub-group to fetch meanwhile;  kept  whether the update may have to be undone
         """
         place, group = self.groups[number]
         if self._fetched != number:  # not read ahead
             self._fetch(place, group)
         self._fetched = None
-        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):  # in use now
+        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):
             self._fetched = following
             self._fetch(*self.groups[following])
         place.wait_for(group)
@@ -137,7 +136,7 @@ class StateTiers:
         return result
 
     def abandon(self) -> None:
-        """Go back where a step that has begun cannot be done: weights and state belong to different steps then."""
+        """Ends a step that has begun and failed; tensors point to valid memory, but `check` raises from then on."""
         if self._stepping:
             self._stepping = False
             self._open.close()
@@ -145,18 +144,18 @@ class StateTiers:
 
     @property
     def stepping(self) -> bool:
-        """Whether a step has begun and is not done."""
+        """Whether a step has begun and not ended."""
         return self._stepping
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Let weights and state be what they were before the step that has begun, all of it kept; else do nothing."""
+        """Undoes the step that has begun, if any; all its updates must have been made with `kept`."""
         if not self._stepping:
             return
         assert self.undo is not None
-        self._stepping, self._broken = False, True  # until all of it is put back
+        self._stepping, self._broken = False, True  # broken until all is restored
         self._stop()
-        self._choose([])  # options of groups, and the optimizer's own attributes, as they were
+        self._choose([])  # restores groups' options and the optimizer's attributes
         self._open.close()
         self.undo.put_back_beside()
         pairs, number_of = self.masters(), {id(group): number for number, (_, group) in enumerate(self.groups)}
@@ -164,13 +163,13 @@ class StateTiers:
             self.undo.put_back(number_of[id(group)])
             for entry in group.entries:
                 self._rest_again(entry, group)
-                if entry.param is None and entry.spec.codec is None and self.rounds:  # the step had rounded it
+                if entry.param is None and entry.spec.codec is None and self.rounds:  # the weight was rounded from it
                     weight, master = pairs[entry.wide]
                     weight.copy_(master)
         self._broken = False
 
     def settle(self, param: nn.Parameter) -> None:
-        """Let the state that a parameter has been given (by a checkpoint) lie in its tier."""
+        """Moves state that a parameter was given (by a checkpoint) to its tier."""
         self.check()
         for _, group in self.groups:
             for entry in group.entries:
@@ -178,27 +177,27 @@ class StateTiers:
                     self._rest(group, entry)
 
     def settle_all(self) -> None:
-        """Let all state and masters that the tier has room for lie there."""
+        """Moves all state and masters of the sub-groups to their tiers."""
         for _, group in self.groups:
             for entry in group.entries:
                 self._rest(group, entry)
         for place in self.places:
-            place.begin()  # what was written through the map is not kept resident
+            place.begin()  # drops pages that were written through the mapping
         give_back_freed()
 
     def wake_all(self) -> None:
-        """Let all that rests by a code be ordinary tensors, since another tier takes this one's place."""
+        """Turns all coded tensors into ordinary ones, before another tier replaces this one."""
         for _, group in self.groups:
             for entry in group.entries:
                 if entry.spec.codec is not None and isinstance(self._tensor(entry), Resting):
                     self._wake(entry, self._rest_of(entry, group.rest).take())
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
-        """Puts a tensor of state, or a master, where it rests, and points whoever holds it there."""
+        """Moves a state tensor or master to its place in `group.rest`, unless it is there."""
         tensor = self._tensor(entry)
         if tensor is None or _rests(entry, tensor, group):
             return
-        if entry.spec.codec is not None:  # it rests in fewer bits than it has
+        if entry.spec.codec is not None:
             rest = self._rest_of(entry, group.rest)
             rest.put(tensor)
             self._lay(entry, rest)
@@ -208,16 +207,16 @@ class StateTiers:
         self._point(entry, place)
 
     def rests(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a tier now."""
+        """Whether a tensor is stored in a tier now."""
         return isinstance(tensor, Resting) or any(_lies_in(tensor, group.rest) for _, group in self.groups)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the bytes of state and masters that each place has room for, by the place's name.
+        """Returns {"host" or "disk": bytes allocated there for state and masters}.
 
-        On the device they are of the "optimizer", and of its "parameters".
+        Coded tensors on the device are under "optimizer" (state) and "parameters" (masters).
         """
         sizes = Counter[str]()
-        if self.undo is not None:  # copies of what a step changes, in a file
+        if self.undo is not None:  # the file of copies
             sizes["disk"] += self.undo.size
         for place, group in self.groups:
             if isinstance(place, DeviceMemory):
@@ -228,7 +227,7 @@ class StateTiers:
         return {name: size for name, size in sizes.items() if size}
 
     def close(self) -> None:
-        """End what the places have started."""
+        """Closes the places."""
         for place in self.places:
             place.close()
 
@@ -256,31 +255,31 @@ class StateTiers:
 
     @torch.no_grad()
     def _leave(self, group: Subgroup) -> None:
-        """Puts what a step has made of a sub-group where it rests, and masters into the module's weights."""
+        """Moves a sub-group's updated tensors to its buffer, and copies masters into the module's weights."""
         pairs, came = self.masters(), False
         for entry in group.entries:
             tensor = self._tensor(entry)
             if tensor is None:
-                continue  # no state yet, or of another kind than on zeros: it stays where it is
-            if entry.param is None:  # a master, of which the optimizer may have made another tensor
+                continue  # no state yet, or of another kind than in the step on zeros, so it is not moved
+            if entry.param is None:  # a master, whose pieces the optimizer may have given other memory
                 self._gather_views(entry.wide, tensor)
-                if self.rounds:  # nobody else puts masters into the module's weights
+                if self.rounds:
                     pairs[entry.wide][0].copy_(tensor)
-            if entry.spec.codec is not None:  # it rests in fewer bits than it has
+            if entry.spec.codec is not None:
                 draw = None if entry.param is None or self.draws is None else self.draws(entry.param, entry.path)
                 self._rest_of(entry, group.buffer).put(tensor, draw)
                 self._lay(entry, self._rest_of(entry, group.after))
                 continue
             here = entry.spec.within(group.buffer, entry.offset)
-            if not _lies_in(tensor, here):  # computed elsewhere: on the device, or as a new tensor
+            if not _lies_in(tensor, here):  # the update was on a device, or made a new tensor
                 here.copy_(tensor.detach())
                 came = came or on_host(tensor.device)
             self._point(entry, entry.spec.alone(group.after, entry.offset))
-        if came:  # else the first step would fill the host: malloc seldom fits a freed block to the next one's size
+        if came:  # else the first step would fill the host, since malloc seldom reuses freed blocks of other sizes
             give_back_freed()
 
     def _go_back(self, begun: list[Subgroup]) -> None:
-        """Let what rested when the step began lie there again, and forget state that came in it."""
+        """Points tensors of sub-groups `begun` to where they were stored, and drops state that the step created."""
         self._broken = True
         self._stop()
         for group in begun:
@@ -300,7 +299,7 @@ class StateTiers:
             self._point(entry, entry.spec.alone(group.rest, entry.offset))
 
     def _in_memory(self, group: Subgroup) -> list[torch.Tensor]:
-        """Returns what a step changes of a sub-group's weights that is not written elsewhere: upper halves too."""
+        """Returns the weights that a step over a sub-group changes in memory: parameters, split masters' weights."""
         pairs, masters = self.masters(), [entry for entry in group.entries if entry.param is None]
         split = [pairs[entry.wide][0] for entry in masters if entry.spec.codec is not None]
         return [*split, *(param for unit in group.units if unit.master is None for param in unit.params)]
@@ -315,14 +314,14 @@ class StateTiers:
     # --- tensors and their memory
 
     def _tensor(self, entry: Entry) -> torch.Tensor | None:
-        """Returns the tensor of an entry; None where there is none of its kind."""
+        """Returns an entry's state tensor or master; None if there is none of its shape, stride and dtype."""
         if entry.param is None:
             return self.masters()[entry.wide][1]
         tensor = tensor_at(self.optimizer.state.get(entry.param), entry.path)
         if tensor is None:
             return None
         spec = spec_of(tensor)
-        # between steps a tensor of a device's lies on the host
+        # the device is not compared, since between steps a device's tensor is on the host
         alike = spec is not None and (spec.shape, spec.stride, spec.dtype) == (
             entry.spec.shape, entry.spec.stride, entry.spec.dtype,
         )  # fmt: skip
@@ -336,7 +335,7 @@ class StateTiers:
             param.data = _view(memory, spec, offset)
 
     def _rest_of(self, entry: Entry, memory: torch.Tensor) -> Rest | SplitRest:
-        """Returns where an entry's values lie, coded, in the bytes of a sub-group."""
+        """Returns the handle of an entry's coded values in `memory`, the bytes of its sub-group."""
         codec = entry.spec.codec
         assert codec is not None
         if isinstance(codec, Halves):
@@ -359,7 +358,7 @@ class StateTiers:
             wake(param, _view(values, spec, offset))
 
     def _gather_views(self, wide: int, master: torch.Tensor) -> None:
-        """Copy pieces whose `.data` the optimizer has set back into the master that they are views of."""
+        """Copies pieces that the optimizer gave other memory (`.data = x`) back into the master that they view."""
         for param, spec, offset in self._views.get(wide, []):
             place = _view(master, spec, offset)
             if param.data_ptr() != place.data_ptr():
@@ -367,7 +366,7 @@ class StateTiers:
 
 
 def _views(pairs: list[Pair], slots: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Parameter, Spec, int]]]:
-    """Returns for each wide master the optimizer's parameters that are views of it: (parameter, its kind, byte)."""
+    """Returns {index of a wide master: [(parameter that is a view of it, its `Spec`, its first byte in it)]}."""
     views: dict[int, list[tuple[nn.Parameter, Spec, int]]] = {}
     for number, (_, master) in enumerate(pairs):
         start, size = master.data_ptr(), master.numel() * master.element_size()
@@ -407,10 +406,10 @@ def _share_buffer(one: tuple[Place, Subgroup], other: tuple[Place, Subgroup]) ->
 
 @contextmanager
 def only(optimizer: Optimizer) -> Iterator[Callable[[Sequence[nn.Parameter]], None]]:
-    """Context: yields a function that leaves these parameters in the optimizer's groups, for its next step.
+    """Context: yields a function(params) that removes all other parameters from the groups for the next step.
 
-    A group's options, and the optimizer's own attributes, are before each of these steps what they were before the
-    first, so that a counter counts once.
+    It also restores the groups' options and the optimizer's attributes to those at the beginning of the context, so
+    that a counter counts once.
     """
     groups = optimizer.param_groups
     whole = [list(group["params"]) for group in groups]
@@ -432,9 +431,9 @@ def only(optimizer: Optimizer) -> Iterator[Callable[[Sequence[nn.Parameter]], No
 
 
 def kept_for(optimizer: Optimizer, number: int, like: torch.Tensor) -> dict[tuple, Spec]:
-    """Returns path -> kind of the tensors that the optimizer keeps for a parameter like this of its `number`-th group.
+    """Returns {path: `Spec`} of the state that the optimizer keeps for a parameter like `like` in group `number`.
 
-    A copy of the optimizer takes a step on zeros.
+    A copy of the optimizer takes a step on zeros to find it.
     """
     copied = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))

@@ -1,12 +1,12 @@
-"""Where memory that backward will want again lies meanwhile: the host's memory, a file of extents, nowhere.
+"""Stores for offloaded activations: the host's memory, a file of extents, or nowhere (in a rehearsal).
 
-A store takes the bytes of a whole storage, as a flat tensor, and gives them back in another one:
+A store copies the bytes of a whole storage, given as a flat tensor, and returns them in new memory:
 
-    put ──> written()    the source may be let go of
-    fetch ──> bytes()    the same bytes, in memory of their own
-    release()            the room is free again
+    put ──> written()    the source may be freed
+    fetch ──> bytes()    the same bytes, in new memory
+    release()            the store's room is free again
 
-`Nowhere` is for tensors without values: memory comes and goes as in a run, and the bytes are counted.
+`Nowhere` is for fake tensors. It frees and allocates memory as in a run, and counts the bytes.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from shardwise.tiers.scratch import ScratchFile
 from shardwise.tiers.subgroups import PAGE
 
 REQUEST_BYTES = 4 << 20  # of one read or write
-THREADS = 4  # requests in flight
-GROWTH_BYTES = 64 << 20  # by which a file of extents grows at least
+THREADS = 4  # number of requests in flight
+GROWTH_BYTES = 64 << 20  # smallest growth of a file of extents
 LOST = "Weights and the optimizer's state are those before this step."
 
 
 class Token:
-    """One storage's bytes in a store. Where there is nothing to wait for its methods do nothing, but `bytes`."""
+    """Handle of one storage's bytes in a store; these defaults are for a store without copies to wait for."""
 
     def written(self) -> None:
-        """Wait until the source may be let go of."""
+        """Waits until the source may be freed."""
 
     def fetch(self) -> None:
-        """Start to bring the bytes back."""
+        """Starts to copy the bytes back."""
 
     def bytes(self) -> torch.Tensor:
-        """Returns the bytes in memory of their own, once they are there."""
+        """Returns the bytes in new memory on the device, flat; waits for `fetch`, or does it."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give the room back; nothing is asked of the token any more."""
+        """Frees the store's room; no other method is called afterwards."""
 
 
 class Store:
-    """Takes memory. name: of the tier; bytes_put: since the start; held_bytes: its room."""
+    """A store. name: of its tier; bytes_put: copied to it so far; held_bytes: allocated; notices: lines for users."""
 
     name: str
     bytes_put = 0
@@ -61,22 +61,22 @@ class Store:
     notices: Sequence[str] = ()
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor's memory can be put here."""
+        """Whether the memory of `tensor` can be put here."""
         return type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def put(self, memory: torch.Tensor) -> Token:
-        """Start to copy `memory`, flat bytes; returns its token."""
+        """Starts to copy `memory`, flat uint8; returns its token."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """Ends threads and closes files."""
 
 
 # --- without values
 
 
 class Nowhere(Store):
-    """For a rehearsal: memory is let go of and made again as in a run."""
+    """The store of a rehearsal, which keeps nothing; `name`: of the tier that it stands for."""
 
     def __init__(self, name: str):
         self.name = name
@@ -109,7 +109,7 @@ class _Unwritten(Token):
 
 
 class HostCopies(Store):
-    """Copies in the host's memory: pinned, and by a stream of their own, where the device is another."""
+    """Copies in the host's memory; for an accelerator pinned, and copied on a stream of their own."""
 
     name = "host"
 
@@ -123,19 +123,19 @@ class HostCopies(Store):
         return _HostCopy(self, memory)
 
     def room(self, size: int) -> torch.Tensor:
-        """Returns memory of the host's for `size` bytes, used before where there is some."""
+        """Returns host memory for `size` bytes, reused if some of that size is free."""
         if self._free.get(size):
             return self._free[size].pop()
         self.held_bytes += size
         return pinned(torch.empty(size, dtype=torch.uint8), self.device)
 
     def give_back(self, room: torch.Tensor) -> None:
-        """Take memory back for another storage of its size."""
-        # a copy out of it that still runs is over before one into it begins: both are of one stream
+        """Makes memory from `room` free for reuse."""
+        # a copy out of it may still run; it ends before one into it begins, as both are on one stream
         self._free.setdefault(room.numel(), []).append(room)
 
     def copied(self, to: torch.Tensor, source: torch.Tensor) -> Any:
-        """Start a copy on the stream of copies; returns the event of its end, None where it is over."""
+        """Starts to copy `source` into `to` on the copy stream; returns the event of its end, None if it is done."""
         if self.stream is None:
             to.copy_(source)
             return None
@@ -148,12 +148,14 @@ class HostCopies(Store):
         return event
 
     def wait_for(self, event: Any) -> None:
-        """Let what is issued from now on wait for a copy."""
+        """Makes the current stream wait for the event of a copy; None: nothing to wait for."""
         if event is not None:
             torch.get_device_module(self.device).current_stream().wait_event(event)
 
 
 class _HostCopy(Token):
+    """Token of a copy in the host's memory."""
+
     def __init__(self, store: HostCopies, memory: torch.Tensor):
         self._store, self._room = store, store.room(memory.numel())
         self._put = store.copied(self._room, memory)
@@ -166,7 +168,7 @@ class _HostCopy(Token):
     def fetch(self) -> None:
         self._back = torch.empty(self._room.numel(), dtype=torch.uint8, device=self._store.device)
         self._fetched = self._store.copied(self._back, self._room)
-        if self._store.stream is not None:  # it may be let go of before anybody waits for the copy
+        if self._store.stream is not None:  # it may be freed before anybody waits for the copy
             self._back.record_stream(self._store.stream)
 
     def bytes(self) -> torch.Tensor:
@@ -185,10 +187,10 @@ class _HostCopy(Token):
 
 
 class ExtentFile(Store):
-    """Extents of one file, which grows to the most that was ever held at once; a pool of threads moves the bytes.
+    """Extents of one file, which grows to the most bytes held at once; a pool of threads moves the bytes.
 
-    Memory goes through buffers at pages' borders, one of each thread. Where the device is not the host, through the
-    host's memory too.
+    Each thread copies through a page-aligned buffer of its own. An accelerator's memory is first copied to the host
+    (`staging`; None on a CPU).
     """
 
     name = "disk"
@@ -198,8 +200,8 @@ class ExtentFile(Store):
         self.notices = self.file.notices
         self.staging = None if on_host(device) else HostCopies(device)
         self.device = device
-        self._free: list[tuple[int, int]] = []  # (start, size), in order, none beside another
-        self._released: deque[tuple[int, int]] = deque()
+        self._free: list[tuple[int, int]] = []  # free extents (start, size), in order, adjacent ones merged
+        self._released: deque[tuple[int, int]] = deque()  # extents to be added to `_free`
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shardwise-tier")
         self._own = threading.local()
 
@@ -208,8 +210,8 @@ class ExtentFile(Store):
         return _Extent(self, memory)
 
     def room(self, size: int) -> int:
-        """Returns the start of an extent of `size` bytes, whole pages; raises `RunError` where the disk is full."""
-        # what garbage collection gives back comes at any time, and waits until somebody asks
+        """Returns the start of a free extent of `size` bytes, whole pages; `RunError` if the disk is full."""
+        # garbage collection may release extents at any time, in any thread, so they are merged here
         while self._released:
             self._take_back(*self._released.popleft())
         for place, (start, free) in enumerate(self._free):
@@ -229,10 +231,11 @@ class ExtentFile(Store):
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Take an extent back, from any thread."""
+        """Frees an extent; may be called from any thread."""
         self._released.append((start, size))
 
     def _take_back(self, start: int, size: int) -> None:
+        """Adds an extent to the free ones."""
         insort(self._free, (start, size))
         joined: list[tuple[int, int]] = []
         for begin, free in self._free:
@@ -243,7 +246,7 @@ class ExtentFile(Store):
         self._free = joined
 
     def start(self, move: Callable[..., None], memory: torch.Tensor, offset: int) -> list[Future[None]]:
-        """Start `move` (`read`, `write`) of all of `memory` at byte `offset` of the file; returns its requests."""
+        """Starts `move` (`read` or `write`) of all of `memory` at byte `offset` of the file; returns its futures."""
         size = memory.numel()
         return [
             self._pool.submit(move, memory, at, min(REQUEST_BYTES, size - at), offset + at)
@@ -251,13 +254,13 @@ class ExtentFile(Store):
         ]
 
     def write(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
-        """Write `size` bytes of `memory`, from its byte `at` on, to byte `offset` of the file, a page's border."""
+        """Writes bytes [at, at + size) of `memory` to byte `offset` of the file, page-aligned."""
         buffer = self._buffer()
         np.frombuffer(buffer, np.uint8)[:size] = _values(memory, at, size)
         self.file.write(memoryview(buffer)[: whole_pages(size)], offset)
 
     def read(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
-        """Read `size` bytes at `offset` of the file, a page's border, into `memory` from its byte `at` on."""
+        """Reads `size` bytes at byte `offset` of the file, page-aligned, into `memory` from its byte `at` on."""
         buffer = self._buffer()
         self.file.read(memoryview(buffer)[: whole_pages(size)], offset)
         _values(memory, at, size)[:] = np.frombuffer(buffer, np.uint8)[:size]
@@ -273,6 +276,8 @@ class ExtentFile(Store):
 
 
 class _Extent(Token):
+    """Token of an extent of the file."""
+
     def __init__(self, store: ExtentFile, memory: torch.Tensor):
         self._store, self._size = store, memory.numel()
         self._start = store.room(whole_pages(self._size))
@@ -316,7 +321,7 @@ class _Extent(Token):
 
     def bytes(self) -> torch.Tensor:
         """Returns the storage's bytes, on its device; waits for the read, or starts it."""
-        if self._back is None and self._room is None:  # nobody asked ahead
+        if self._back is None and self._room is None:  # not fetched ahead
             self.fetch()
         self._finish()
         back, self._back = self._back, None
@@ -328,7 +333,7 @@ class _Extent(Token):
         return back
 
     def release(self) -> None:
-        # an extent that is still written to is nobody else's
+        # the extent must not be reused while it is still written to
         wait([future for future in self._started if not future.cancel()])
         self._free_room()
         self._store.give_back(self._start, whole_pages(self._size))
@@ -340,6 +345,6 @@ def whole_pages(size: int) -> int:
 
 
 def _values(memory: torch.Tensor, at: int, size: int) -> np.ndarray:
-    """Returns bytes of a tensor of the host's, without an operation that a mode would see."""
+    """Returns bytes [at, at + size) of a CPU tensor as an array view, without an op that a dispatch mode would see."""
     here = (ctypes.c_char * size).from_address(memory.data_ptr() + at)
     return np.frombuffer(memoryview(here).cast("B"), np.uint8)

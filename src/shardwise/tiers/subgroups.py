@@ -1,4 +1,4 @@
-"""Which parameters step together, and where each tensor of their state lies in the sub-group's bytes."""
+"""Group parameters into sub-groups that the optimizer updates together, and lay out their state in bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardwise.layout.offload import SUBGROUP_BYTES, SUBGROUPS, Placement
 from shardwise.tiers.narrow import Codec, Halves
 from shardwise.tiers.resting import Resting
 
-PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
-BUFFERS = 3  # of a disk's sub-groups, in turn: one is read into, one is stepped on, one is written
-LINE = 64  # tensors begin at lines of a cache, as torch's own do
+PAGE = 4096  # bytes; alignment of addresses, offsets and lengths that O_DIRECT needs on common disks
+BUFFERS = 3  # of a disk, used in turn, since one sub-group is read while one is updated and one is written
+LINE = 64  # bytes of a cache line, at which tensors begin, as torch's own do
 
 
 class Sized(Protocol):
-    """Has bytes that move together."""
+    """An object whose bytes move together."""
 
     @property
     def size(self) -> int:
-        """Returns them."""
+        """Returns the number of bytes."""
 
 
 T = TypeVar("T", bound=Sized)
@@ -32,7 +32,7 @@ Path = tuple[Any, ...]  # of a tensor within the state of one parameter: keys of
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor's memory is like: it is dense, in any order of its dims. codec: how it rests; None: as it is."""
+    """Description of a dense tensor, whose dims may be in any order in memory. codec: how it is stored; None: as is."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -42,40 +42,40 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """Returns its bytes."""
+        """Returns the tensor's bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def resting_size(self) -> int:
-        """Returns the bytes in which it rests."""
+        """Returns the bytes in which it is stored."""
         return self.size if self.codec is None else self.codec.size(self.shape.numel())
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor of its kind without values."""
+        """Returns a meta tensor of this description."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def narrowed(self, codec: Codec | Halves) -> Spec:
-        """Returns the same tensor, resting by a code."""
+        """Returns the same description, stored by `codec`."""
         return replace(self, codec=codec)
 
     def within(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """Returns the view of `memory` (bytes) from `offset` on."""
+        """Returns a tensor of this description that is a view of `memory` (uint8) from byte `offset` on."""
         return memory[offset : offset + self.size].view(self.dtype).as_strided(self.shape, self.stride)
 
     def alone(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """Returns a tensor on the same bytes of the host's `memory`, whose storage ends where it does.
+        """Returns the same as `within`, but with a storage of its own size, for `memory` on the host.
 
-        So a state that is saved by `torch.save` is no larger than itself.
+        `torch.save`, which writes whole storages, then writes no more than the tensor.
         """
         bits = torch.from_numpy(memory.numpy()[offset : offset + self.size])
         return bits.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 def spec_of(tensor: torch.Tensor) -> Spec | None:
-    """Returns what a tensor's memory is like; None for one that stays where it is: one number, or not dense."""
+    """Returns a tensor's `Spec`; None if it is not moved: at most one element, not dense, or of an unknown subclass."""
     ours = (torch.Tensor, nn.Parameter, Resting)
-    # else an accelerator may have a class of its own
+    # an accelerator may have a tensor class of its own
     plain = type(tensor) in ours or type(tensor) is type(torch.empty(0, device=tensor.device))
     if not plain or tensor.layout is not torch.strided or tensor.numel() <= 1:
         return None
@@ -88,7 +88,7 @@ def spec_of(tensor: torch.Tensor) -> Spec | None:
 
 
 def tensors_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yields (path, tensor) of all tensors in the state of one parameter."""
+    """Yields (path, tensor) of all tensors in nested dicts, lists and tuples; `path`: prefix of all."""
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, dict):
@@ -100,7 +100,7 @@ def tensors_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor
 
 
 def tensor_at(state: Any, path: Path) -> torch.Tensor | None:
-    """Returns the tensor at a path; None where there is none."""
+    """Returns the tensor at a path in nested state; None if there is none."""
     for key in path:
         try:
             state = state[key]
@@ -111,12 +111,12 @@ def tensor_at(state: Any, path: Path) -> torch.Tensor | None:
 
 @dataclass
 class Unit:
-    """Parameters that move together: one, or those whose masters lie in one tensor (a bucket of flat pieces).
+    """Parameters whose state moves together: one, or all that are pieces of one wide master (a bucket).
 
-    wide    number, among the technique's `wide_masters`, of the master that moves with them; None: it stays
-    states  of each parameter, path -> what its state's tensors are like
-    weights bytes of the parameters themselves, where these lie in a file of their own (`shards`), or gradients do not
-            all lie in memory
+    states  for each parameter, {path: `Spec` of a state tensor that moves or is coded}
+    wide    index, among the technique's `wide_masters`, of the master that moves with them; None: none does
+    master  `Spec` of that master
+    weights bytes of the parameters themselves, if these or their gradients are in memory only during a step; else 0
     """
 
     params: list[nn.Parameter]
@@ -127,41 +127,47 @@ class Unit:
 
     @property
     def specs(self) -> list[Spec]:
-        """Returns all that moves."""
+        """Returns the `Spec`s of all tensors that move."""
         return [*filter(None, [self.master]), *(spec for state in self.states for spec in state.values())]
 
     @property
     def size(self) -> int:
-        """Returns the bytes in which it rests, each tensor to a whole line."""
+        """Returns the bytes in which the unit's tensors are stored, each rounded up to a cache line."""
         return sum(_up(spec.resting_size, LINE) for spec in self.specs)
 
     @property
     def stepped_size(self) -> int:
-        """Returns the bytes that a step works on, those of parameters that move with it too."""
+        """Returns the bytes that are in memory while the unit is updated, `weights` included."""
         return self.weights + sum(_up(spec.size, LINE) for spec in self.specs)
 
 
 @dataclass
 class Entry:
-    """One tensor of a sub-group. param: whose state has it at `path`; None: it is the `wide`-th master."""
+    """One tensor of a sub-group.
+
+    offset  of its stored bytes in the sub-group's;  spec  of the tensor
+    param   the parameter whose state has it at `path`; None: it is the `wide`-th of the technique's `wide_masters`
+    rested  whether it was in the tier when the running step began
+    """
 
     offset: int
     spec: Spec
     param: nn.Parameter | None = None
     path: Path = ()
     wide: int = -1
-    rested: bool = False  # in the tier, when this step began
+    rested: bool = False
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns its bytes in those of a sub-group."""
+        """Returns the view of its stored bytes in `memory`, the bytes of its sub-group."""
         return memory[self.offset : self.offset + self.spec.resting_size]
 
 
 @dataclass
 class Subgroup:
-    """Parameters that one call of the optimizer updates, and the bytes in which their state lies.
+    """Parameters that one call of the optimizer updates, and the bytes (uint8) of their state.
 
-    rest    where these are between steps, `after` where this step puts them, `buffer` where it works on them
+    number  its index among the sub-groups of a `Place`;  size  bytes of its state, in whole pages
+    rest    bytes where the state is stored now;  after  where a step stores it;  buffer  where a step works on it
     """
 
     units: list[Unit]
@@ -188,12 +194,16 @@ class Subgroup:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Returns the parameters that step together."""
+        """Returns the parameters that are updated together."""
         return [param for unit in self.units for param in unit.params]
 
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
-    """Returns the units in sub-groups, each closed once it has one of `SUBGROUPS` parts, or before `SUBGROUP_BYTES`."""
+    """Returns the units in sub-groups of about 1/`SUBGROUPS` of all bytes each.
+
+    A sub-group exceeds `SUBGROUP_BYTES` only if it is a single large unit. Every `BUFFERS`-th place has such a one, as
+    long as there are some.
+    """
     eighth = sum(unit.stepped_size for unit in units) // SUBGROUPS
     groups: list[list[Unit]] = [[]]
     size = 0
@@ -209,20 +219,20 @@ def grouped(units: Sequence[Unit]) -> list[Subgroup]:
         (large if sum(unit.stepped_size for unit in group) > SUBGROUP_BYTES else others).append(group)
     ordered: list[list[Unit]] = []
     while large or others:
-        # those of one large unit, embeddings say, go through the same buffer, so that the others are small
+        # large units, such as embeddings, all use the same buffer, so that the other buffers stay small
         first = large and (len(ordered) % BUFFERS == 0 or not others)
         ordered.append((large if first else others).pop(0))
     return [Subgroup(group, number) for number, group in enumerate(ordered)]
 
 
 def dealt(units: Sequence[T], placed: Sequence[Placement]) -> list[list[T]]:
-    """Returns for each placement the units that lie there, by fractions of bytes; what is left over stays."""
+    """Returns for each placement the units to put there, in order, by its fraction of all bytes; the rest stay."""
     total, at, reached, wanted = sum(unit.size for unit in units), 0, 0.0, 0.0
     parts: list[list[T]] = []
     for placement in placed:
         wanted += placement.fraction * total
         part = []
-        # a unit goes where more than half of it lies
+        # a unit goes where more than half of its bytes would
         while at < len(units) and reached + units[at].size / 2 <= wanted + 1e-6 * total:
             part.append(units[at])
             reached += units[at].size
@@ -232,4 +242,5 @@ def dealt(units: Sequence[T], placed: Sequence[Placement]) -> list[list[T]]:
 
 
 def _up(size: int, unit: int) -> int:
+    """Returns `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -1,13 +1,13 @@
-"""What a step changes beside the halves of a disk's file, copied before it does so, that it may be taken back.
+"""Copies of what a step changes, made before it does so, from which the step can be undone.
 
     update of a sub-group   |weights| ── copied ──> file of one rank        optimizer.step over them
-    taken back              |weights| <── copied ── file                    its state: the half that was only read
+    undo                    |weights| <── copied ── file                    its state: the half that was only read
 
-State that rests in the disk's file needs no copy: a step reads one half and writes the other. Weights, which lie in
-memory, go to a second file through the page cache, so that what is held of them is the kernel's to take back. What an
-optimizer keeps elsewhere, numbers mostly (how many steps there were), and attributes of its own, are copied in memory.
+State in the disk's file needs no copy, since a step reads one half and writes the other. Weights, which are in memory,
+are copied to a second file through the page cache, so that the kernel can free that memory. State that stays in memory,
+mostly numbers such as the count of steps, and the optimizer's attributes are copied in memory.
 
-Bytes on the disk in a step: the weights that a rank updates, written once; read where the step is taken back.
+Bytes on the disk in a step: the weights that a rank updates, written once, and read if the step is undone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ LOST = "Weights and the optimizer's state belong to different steps: nothing is 
 
 
 class Undo:
-    """The file of one rank. A sub-group is named by its number among all of the rank's."""
+    """Copies of one rank; a sub-group's `number` is its index among all of the rank's.
+
+    size  bytes of the file
+    """
 
     def __init__(self, sizes: Sequence[int], rank: int, folder: Path | None = None):
-        """sizes: bytes to be copied of each sub-group. Raises `RefusedPlan` for a disk without room for them."""
+        """Makes the file. sizes: bytes of weights of each sub-group; folder: None for that of temporary files.
+
+        Raises `RefusedPlan` if the disk has no room for them.
+        """
         self.file = ScratchFile(rank, "before", LOST, folder, direct=False)
         self.size = sum(sizes)
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -48,13 +54,13 @@ class Undo:
             ) from error
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note what an optimizer holds beside its state, and in its groups' options, before a step."""
+        """Called before a step; copies the optimizer's attributes and its groups' options."""
         beside = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
         options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
         self._beside = PassedState(beside, options, written=True)
 
     def forget(self) -> None:
-        """Forget the copies of the step that is done."""
+        """Drops the copies, when the step is valid."""
         self._puts.clear()
         self._beside = PassedState()
 
@@ -62,7 +68,11 @@ class Undo:
         self, number: int, weights: Sequence[torch.Tensor], state: dict[Any, Any], params: Sequence[nn.Parameter],
         rests: Callable[[torch.Tensor], bool],
     ) -> None:  # fmt: skip
-        """Copy a sub-group's weights, and the state of its parameters but for tensors that rest on the disk."""
+        """Copies a sub-group's weights, and the state of its parameters but for tensors stored on the disk.
+
+        weights  tensors in memory that the step changes;  params  the sub-group's
+        state    the optimizer's `state`;  rests  whether a tensor is stored on the disk
+        """
         puts: list[Callable[[], Any]] = []
         for param in params:
             if param in state:
@@ -79,28 +89,30 @@ class Undo:
 
     @torch.no_grad()
     def put_back_beside(self) -> None:
-        """Let what an optimizer holds beside its state have the contents that it had."""
+        """Restores the optimizer's attributes and its groups' options."""
         self._beside.restore()
 
     @torch.no_grad()
     def put_back(self, number: int) -> None:
-        """Let a sub-group's weights and state be what was copied."""
+        """Restores a sub-group's weights and state."""
         for put in self._puts.pop(number):
             put()
 
     def _read_back(self, tensor: torch.Tensor, memory: torch.Tensor, at: int) -> None:
+        """Reads a tensor's values from byte `at` of the file. `memory`: alias of the memory that it had."""
         content = torch.empty(memory.nbytes, dtype=torch.uint8)
         self.file.read(memoryview(content.numpy()), at)
         _put(tensor, memory, content.view(memory.dtype).view(memory.shape))
 
 
 def _put(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes `values` into `memory` and makes that the tensor's data."""
     memory.copy_(values)
-    tensor.data = memory  # an optimizer may have set it to other memory
+    tensor.data = memory  # the optimizer may have set `.data` to other memory
 
 
 def _of_state(value: Any, rests: Callable[[torch.Tensor], bool]) -> Iterator[Callable[[], Any]]:
-    """Yields functions that put back what a state holds, in the objects that hold it; not tensors that rest."""
+    """Yields functions that restore a nested state in its own dicts, lists and tensors, but tensors that `rests`."""
     if isinstance(value, dict):
         yield partial(_refill, value, dict(value))
     elif isinstance(value, list):
@@ -113,5 +125,6 @@ def _of_state(value: Any, rests: Callable[[torch.Tensor], bool]) -> Iterator[Cal
 
 
 def _refill(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Gives the dict `entries` the contents of `before`."""
     entries.clear()
     entries.update(before)

@@ -1,1 +1,1 @@
-"""Look into a module that nobody prepared: how it is built, of which blocks, and what its forward does."""
+"""Inspect an unmodified module: record its constructor, find its repeated blocks, and record its forward."""

@@ -1,10 +1,10 @@
-"""Find where a function of torch meets (n, 1) with (n,): broadcasting gives (n, n), every sample with every other one.
+"""Find calls of torch functions that broadcast (n, 1) with (n,) to (n, n), so each sample meets every other one.
 
     prediction   (n, 1)
     target       (n,)        prediction - target is (n, n), and so is what `mse_loss` sums
 
-It is a mistake so common that torch warns of it in losses; the numbers that it gives look like any others. Contrastive
-losses mean it (`labels[:, None] == labels[None]`), so what is told names both ways out.
+This mistake is so common that torch's losses warn of it, and its results look like any others. Contrastive losses
+do it on purpose (`labels[:, None] == labels[None]`), so the message names both remedies.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shardwise.trace.leaves import tensors_in
 
 
 class AllPairs(TorchFunctionMode):
-    """Mode that notes in `meetings` the calls that broadcast two inputs of `samples` samples to all pairs."""
+    """Function mode that adds to `meetings` each call that broadcasts two inputs of `samples` samples to all pairs."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
         self.samples = samples
-        self.meetings: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # file and line, the two shapes
+        self.meetings: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # ("file:line", the two shapes)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        if self.samples > 1 and len(args) > 1:  # of one sample (1, 1) meets (1,) everywhere
+        if self.samples > 1 and len(args) > 1:  # with one sample, (1, 1) and (1,) are broadcast everywhere
             self._look(tensors_in(args, torch.Tensor), tensors_in(output, torch.Tensor))
         return output
 
     def _look(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Notes pairs of inputs that broadcast to all pairs of samples, with the user's line that meets them."""
+        """Adds to `meetings` each two neighbouring inputs that broadcast to all pairs, with the user's line."""
         if any(tuple(output.shape).count(self.samples) == 1 for output in outputs):
-            return  # each sample is there once: one indexes the other, `losses[order]`
+            return  # an output has each sample once, so one input indexes the other, as in `losses[order]`
         for first, second in pairwise(inputs):
             if _crosses(tuple(first.shape), tuple(second.shape), self.samples):
                 # the innermost line of the user's own code: between it and here lie torch's functions and other modes
@@ -49,16 +49,17 @@ class AllPairs(TorchFunctionMode):
 
 
 def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> bool:
-    """Whether two shapes broadcast to one with two dims of `samples`, one dim from the first, one from the second."""
+    """Whether two shapes broadcast to one with two dims of size `samples`, one from the first, one from the second."""
     dims = max(len(first), len(second))
     pairs = list(zip((1,) * (dims - len(first)) + first, (1,) * (dims - len(second)) + second, strict=True))
     return all(a == b or 1 in (a, b) for a, b in pairs) and pairs.count((samples, 1)) == pairs.count((1, samples)) == 1
 
 
 def told_pairs(whole: AllPairs, part: AllPairs) -> str:
-    """Returns the message for the first meeting that both a batch and a part of it show; "" where there is none.
+    """Returns the message for the first call that makes all pairs of samples, "" if there is none.
 
-    A size that merely happens to be the number of samples does not change with it.
+    `whole` and `part` are the modes of a run on a batch and of one on fewer samples. A call counts only if both have
+    it: a dim that merely happens to be as long as the batch keeps its size on fewer samples, and is not found there.
     """
     for place, first, second in whole.meetings:
         if any(place == other for other, *_ in part.meetings):

@@ -1,10 +1,10 @@
-"""The one place where torch's backwards are watched, whoever asks for them: `backward()`, `autograd.grad`, hooks.
+"""Observe every backward pass of torch, whether `backward()`, `autograd.grad` or a hook starts it.
 
-They all call `torch.autograd._engine_run_backward`, in whose place a `_Watched` stands while anybody watches. What
-transforms of `torch.func` differentiate is not told: it is part of whoever called the transform.
+All of them call `torch.autograd._engine_run_backward`, which a `_Watched` replaces while there are watchers. What
+transforms of `torch.func` differentiate is not reported, because it belongs to whoever called the transform.
 
-A gradient that a forward itself takes (`autograd.grad` inside) is a `Taken`: its operations belong to nobody's code,
-since they read what any part of the forward kept.
+A gradient that a forward itself takes (`autograd.grad` inside) is recorded as a `Taken`. Its operations belong to no
+module's code, since they read what any part of the forward saved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.trace.functional import transforming
 
-# (roots, create_graph, inputs: () for backward()) -> what a backward runs inside
+# (roots, create_graph, inputs; () for `backward()`) -> the context in which that backward runs
 Around = Callable[[Any, bool, Any], AbstractContextManager[None]]
 
 
 class _Watched:
-    """Stands for torch's backward: runs it inside the watchers' contexts, the last watcher's outermost."""
+    """Replacement for torch's backward that runs it inside the watchers' contexts, the last watcher's outermost."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run, self.watchers = run, list[Around]()
@@ -65,31 +65,36 @@ def watching_backwards(around: Around) -> Iterator[None]:
         end()
 
 
-SEVERAL_AT_ONCE = "is_grads_batched"
+SEVERAL_AT_ONCE = "is_grads_batched"  # keyword of `torch.autograd.grad`
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One call of `torch.autograd.grad` by a forward: its times, and the numbers of its `inputs` (`by`)."""
+    """One call of `torch.autograd.grad` by a forward.
 
-    enter: int  # time of the flow
+    enter, exit  when it starts and ends, in the time of the flow (`FlowOp.time`)
+    by           tensor numbers of its `inputs`; () unless `plain`
+    plain        whether all `inputs` are tensors with one gradient each, so that stages can each take a part
+    """
+
+    enter: int
     exit: int
     by: tuple[int, ...]
-    plain: bool  # of tensors, one gradient each: what can be taken in parts
+    plain: bool
 
 
 def listed(tensors: Any) -> list[Any]:
-    """Returns the tensors of an argument of `torch.autograd.grad`, a tensor or a sequence, as a list."""
+    """Returns an argument of `torch.autograd.grad` (one tensor, or a sequence of them) as a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) or not isinstance(tensors, list | tuple) else list(tensors)
 
 
 def takes_gradients(func: Any) -> bool:
-    """Whether a function of torch is the one with which code takes gradients."""
+    """Whether `func` is `torch.autograd.grad`, called outside transforms of `torch.func`."""
     return func is torch.autograd.grad and not transforming()
 
 
 class GradientWatch(TorchFunctionMode):
-    """Function mode: `torch.autograd.grad` runs inside `around(args, kwargs)`, unless called inside another one."""
+    """Function mode that runs each `torch.autograd.grad` inside `around(args, kwargs)`, unless inside another one."""
 
     def __init__(self, around: Callable[[tuple, dict], AbstractContextManager[None]]):
         super().__init__()
@@ -109,7 +114,7 @@ class GradientWatch(TorchFunctionMode):
 
 
 def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
-    """Returns the numbers of the tensors computed from these, themselves among them. `ops`: a flow's, in order."""
+    """Returns `numbers` (of tensors) and the numbers of all tensors computed from those. `ops`: `FlowOp`s in order."""
     influenced_numbers = set(numbers)
     for op in ops:
         if not influenced_numbers.isdisjoint(op.reads):

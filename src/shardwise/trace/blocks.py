@@ -55,7 +55,12 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str]:
-    """Returns the paths of blocks at or below `module`, outermost first; `nested`: large ones are opened."""
+    """Returns the paths of blocks at or below `module`, outermost first.
+
+    path, module  where the search starts, and the module there
+    total         elements of the whole model's parameters
+    nested        whether a block with more than `DESCEND` of them is replaced by its own repeated children
+    """
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     repeated = {id(child) for _, child in _repeated(module)}
     paths: list[str] = []
@@ -71,9 +76,9 @@ def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str
 
 
 def _large_leaves(module: nn.Module, total: int) -> list[str]:
-    """Returns dotted paths of children of `nn.Sequential`s that are large; [] where there is one at most.
+    """Returns dotted paths of the large children of `nn.Sequential`s; [] if there is at most one.
 
-    Large is one with more elements than `total`, the whole module's, over the number of it and its siblings.
+    A child is large if it has more than 1/n of `total` (elements of the whole model), for a Sequential of n children.
     """
     paths = []
     for path, child in module.named_modules():
@@ -88,8 +93,8 @@ def _large_leaves(module: nn.Module, total: int) -> list[str]:
 def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
     """Returns the repeated blocks of a module, found by structure alone.
 
-    `nested`: a large block that has repeated children is opened. Not so where ranks may run different children of
-    it (routed experts), since under zero=3 all ranks must run the same units.
+    `nested`: whether a large block that has repeated children is replaced by these. False if ranks may run different
+    children of it (routed experts), since under zero=3 all ranks must run the same units.
     """
     total = _elements(module)
     seen: set[int] = set()
@@ -105,9 +110,9 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
 
 
 def blocks_of(module: nn.Module, wrap: tuple[str, ...] = (), *, nested: bool = True) -> Blocks:
-    """Returns the blocks that `wrap` names, else the repeated ones; `nested` as in `find_blocks`.
+    """Returns the blocks that `wrap` names, or the repeated ones if it is empty; `nested` as in `find_blocks`.
 
-    Raises `InputError` as of `choose_blocks`.
+    Raises `InputError` as `choose_blocks` does.
     """
     return choose_blocks(module, wrap) if wrap else find_blocks(module, nested=nested)
 
@@ -120,9 +125,9 @@ def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _shares_outside(module: nn.Module, block: nn.Module) -> bool:
-    """Whether a parameter of the block is also held outside it: a tied weight, or a module that others hold too."""
+    """Whether a parameter of `block` is held outside it too (a tied weight, or a submodule that both hold)."""
     own = {id(param) for param in block.parameters()}
-    seen, ahead = {id(block)}, [module]  # not into the block: what it alone reaches is not outside
+    seen, ahead = {id(block)}, [module]  # the block itself counts as seen, so only what lies outside it is visited
     while ahead:
         child = ahead.pop()
         # modules may hold each other, and one module may be reached twice
@@ -147,7 +152,7 @@ def _few(names: Sequence[str]) -> str:
 def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
     """Returns the blocks that the user named: class names, or module paths in which `*` matches one name.
 
-    Raises `InputError` for a pattern that matches nothing, and for a unit that shares a weight with what is outside it.
+    Raises `InputError` for a pattern that matches nothing, and for a unit that shares a weight with modules outside it.
     """
     paths: list[str] = []
     for pattern in patterns:
@@ -191,7 +196,10 @@ def _whole_model(module: nn.Module, name: str) -> str:
 
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
-    """Returns a sentence for each way in which units are too large, too few or too small, with units to name."""
+    """Returns a sentence for each way in which the units `paths` are too large, too few or too small.
+
+    Each names better units where there are some. `total`: elements of all parameters of `module`, the whole model.
+    """
     # nothing repeats: the whole module is one unit
     if not paths:
         parts = _parts(module, "")
@@ -200,7 +208,7 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     sizes = {path: _elements(module.get_submodule(path)) for path in paths}
     warnings = []
     largest = max(paths, key=lambda path: sizes[path])
-    # of units within units the outer one counts alone
+    # a unit inside another one is part of the outer one's size
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
     parts = _parts(module, largest)
     # a single unit without parts leaves nothing else to name
@@ -226,14 +234,18 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
 
 
 def _parts(module: nn.Module, path: str) -> list[str]:
-    """Returns the paths of children of `path` that could be units: with parameters, and none shared with others."""
+    """Returns the paths of children of `path` that could be units: with parameters, and sharing none outside."""
     dot = path and f"{path}."
     children = module.get_submodule(path).named_children()
     return [f"{dot}{name}" for name, child in children if _elements(child) and not _shares_outside(module, child)]
 
 
 def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
-    """Returns how a plan names these units, `wrap=Block|head`: by class where it means all of them, else by path."""
+    """Returns how a plan names these units, `wrap=Block|head`, of at most `most` names and then "...".
+
+    Units go by their class if it has no other module, by `layers.*` if they are all children of a container, else by
+    path.
+    """
     # a class that also names modules outside cannot stand for these units alone
     strangers = {type(child).__name__ for path, child in module.named_modules() if path not in paths}
     names: dict[str, None] = {}
@@ -257,7 +269,7 @@ def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _around(module: nn.Module, paths: list[str]) -> list[str]:
-    """Returns the paths of the modules directly around these units, lists passed over; the model itself left out."""
+    """Returns the paths of the modules directly around these units, without lists, dicts and the model itself."""
     outer_paths: dict[str, None] = {}
     for path in paths:
         outer = path.rpartition(".")[0]

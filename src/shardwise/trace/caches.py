@@ -1,7 +1,7 @@
-"""Empty caches (`functools.lru_cache`) of a module's functions after a forward that was none of the run's.
+"""Empty `functools.lru_cache` caches of a module's functions after a forward that is not part of the run.
 
-A table of positions that a forward on tensors without values has made, or on shares, would be handed to the run's own
-forward, on the rank alone that tried.
+Such a forward runs on fake tensors or on shares, on one rank alone. A table of positions that it cached would be
+returned to the run's own forward, on that rank only.
 
 What this does not do: find caches in dicts of a file's own, or functions in other files than the classes'.
 """
@@ -22,7 +22,7 @@ _OURS = ("torch", "shardwise", "functools", "builtins")
 
 
 def caches_of(module: nn.Module) -> list[Any]:
-    """Returns the cached functions of a module's classes, of the files of these, and in submodules' attributes."""
+    """Returns the cached functions in submodules' attributes, in their classes and bases, and in the files of these."""
     # a cache may be made in __init__ and kept as an attribute
     caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
@@ -36,7 +36,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    """Yields the caches among a class's attributes and in its file."""
+    """Yields the caches among a class's attributes and in its file; none for classes of torch or shardwise."""
     if kind.__module__.partition(".")[0] in _OURS:
         return
     file = sys.modules.get(kind.__module__)
@@ -45,7 +45,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """Yields the function, if it is a cache, and the caches in its closure, as a wrapper has."""
+    """Yields `value` itself if it is a cached function, and the cached functions in its closure if it is a wrapper."""
     value = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if _is_cache(value):
         yield value
@@ -59,16 +59,16 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def forget_tables(module: nn.Module) -> None:
-    """Empty a module's caches that hold tensors, which may be another module's or have no values."""
+    """Empties a module's caches that hold tensors, since these may be another module's or have no values."""
     for cache in caches_of(module):
-        # a cache of functools has no way to read its entries, but for what the collector sees
+        # a cache of functools offers no way to read its entries; only the garbage collector sees them
         if any(_has_tensor(entry) for entry in gc.get_referents(cache)):
             cache.cache_clear()
 
 
 def _has_tensor(referent: Any) -> bool:
-    """Whether an object that a cache refers to is an entry, or its table of entries, with a tensor."""
-    # `isinstance` asks an object for its `__class__`, which stand-ins of libraries that are not installed refuse
+    """Whether `referent`, to which a cache refers, is a tensor, an entry with one, or a table of such entries."""
+    # not `isinstance`, which reads `__class__`: placeholders of libraries that are not installed raise on that
     if issubclass(type(referent), dict):
         return any(_has_tensor(entry) for entry in referent.values())
     entries = referent if issubclass(type(referent), (tuple, list)) else (referent,)
@@ -76,14 +76,14 @@ def _has_tensor(referent: Any) -> bool:
 
 
 class CacheState:
-    """The counts of a module's caches as they are now, to tell later which were written to."""
+    """Miss counts of a module's caches at construction; `restore` tells by them which caches got entries since."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(cache, cache.cache_info()) for cache in caches_of(module)]
 
     def restore(self) -> None:
-        """Empty the caches in which something was entered since this state was noted."""
+        """Empties the caches that got an entry since this state was taken."""
         for cache, before in self._before:
-            # not by its size: a full cache exchanges entries
+            # misses, not the size, which stays the same when a full cache replaces an entry
             if cache.cache_info().misses != before.misses:
                 cache.cache_clear()

@@ -1,7 +1,7 @@
-"""Record a constructor: each op that makes or changes a tensor goes onto a tape, large tensors get no values.
+"""Record each op of a constructor that makes or changes a tensor onto a tape, leaving large tensors without values.
 
-A new tensor of `LARGE` elements or more is address space whose pages are never touched. Small ones stay real, so that
-constructors that read values (`linspace(...).tolist()`) work; one that reads a large tensor raises `NotReplayable`.
+A new tensor of `LARGE` elements or more is address space whose pages are never touched. Smaller ones get values, so
+that constructors that read some (`linspace(...).tolist()`) work; reading a large tensor raises `NotReplayable`.
 
     with recording(tape):
         module = constructor()        empty(4096,4096) . uniform_(-.01,.01) . empty(16) . fill_(1) ...
@@ -31,9 +31,10 @@ LARGE = 4096  # elements from which a new tensor gets no values
 
 @contextmanager
 def recording(tape: ConstructorTape) -> Iterator[None]:
-    """Context: a constructor that runs inside is written onto the tape.
+    """Context that writes the constructor run inside onto `tape`.
 
-    Raises `NotReplayable` inside, where it reads values that are random or not made yet, or draws on a device.
+    `NotReplayable` is raised inside if the constructor reads values that are random or deferred, or draws random
+    numbers from a generator on a device.
     """
     recorder = _Recorder(tape)
     with _Guard(tape), recorder, _initialisers(recorder):
@@ -41,7 +42,7 @@ def recording(tape: ConstructorTape) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes each op of a constructor onto the tape; large tensors get address space without values."""
+    """Dispatch mode that writes each op of a constructor onto the tape; large tensors get no values."""
 
     def __init__(self, tape: ConstructorTape):
         super().__init__()
@@ -49,10 +50,10 @@ class _Recorder(TorchDispatchMode):
         self.paused = False
 
     def initialise(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Record a call of one of `torch.nn.init`'s functions as a single op; returns its result.
+        """Records a call of a `torch.nn.init` function as a single op and returns its result.
 
-        That is the tensor that it was given, where this has no values yet and the function is not run.
-        Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
+        If the tensor's values are deferred, the function does not run and that tensor is returned. The call is one op
+        because some of these functions loop until a random value is accepted, and no tape of single ops replays a loop.
         """
         first = next((tensor for tensor in tensors_in((args, kwargs))), None)
         # inside another such function all is one op; without a tensor there is nothing to record
@@ -76,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _advance(self, function: Callable, args: tuple, kwargs: dict) -> None:
-        """Draw from the constructor's own generator as the call would, into tensors that are dropped."""
+        """Moves the constructor's own generator on as the call would, by running it on zeros for deferred tensors."""
 
         def scratch(tensor: torch.Tensor) -> torch.Tensor:
             return (
@@ -87,7 +88,10 @@ class _Recorder(TorchDispatchMode):
         function(*args, **kwargs)
 
     def write_from(self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
-        """Record that the tensor gets the value that `read()` returns; a small one gets it now too."""
+        """Records that the tensor gets the value that `read()` returns.
+
+        A tensor with values gets it now too, if it has fewer than `LARGE` elements.
+        """
         self._meet(tensor)
         key, ref = storage_key(tensor), ref_of(tensor)
         if tensor.numel() >= LARGE:
@@ -115,7 +119,10 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _draw(self, func, args, kwargs, inputs):
-        """Runs an op that draws from the constructor's own generator, which must move on as it would by itself."""
+        """Returns the result of an op that draws from the constructor's own generator, and moves the generator on.
+
+        A result that is large or made of deferred tensors has no values.
+        """
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             self._advance(func, args, kwargs)
             return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
@@ -124,7 +131,7 @@ class _Recorder(TorchDispatchMode):
         return self._unfilled(output) if large else output  # replay draws it again, from the state noted
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """Keeps the bytes of a tensor that no op on the tape has made; notes one without values as lost."""
+        """Keeps the bytes of a storage that no op on the tape has made; a meta one has none and counts as lost."""
         key = storage_key(tensor)
         tape = self.tape
         if key in tape.writers or key in tape.constants or key in tape.lost:
@@ -142,7 +149,7 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             return self._defer(func, args, kwargs)
-        # its inputs have values, or it is no factory: computed as it is
+        # an op whose inputs have values, or one that takes no device and so is no factory
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
         # a factory: on the meta device first, which says how large its result would be
@@ -153,7 +160,10 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _defer(self, func, args, kwargs):
-        """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
+        """Returns the result of an op with inputs without values, computing none.
+
+        A view is made for real, a write only marks its tensor as deferred, and any other result is made by its shape.
+        """
         returned = func._schema.returns
         # a view needs no values: it is made of the unfilled memory itself, and stays a view of it
         # t_ and unsqueeze_ write shapes and no values
@@ -171,16 +181,19 @@ class _Recorder(TorchDispatchMode):
         return replaced(torch.Tensor, self._unfilled, func(*args, **kwargs))
 
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of this shape whose pages are never touched, so that it takes no memory."""
+        """Returns a CPU tensor like `shape` (meta), whose pages are never touched and so take no memory."""
         try:
             tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        except RuntimeError:  # more than this machine has, and Linux was asked to vouch for it
+        except RuntimeError:  # more memory than Linux agrees to reserve on this machine
             tensor = _unvouched(shape)
         self.tape.deferred.add(storage_key(tensor))
         return tensor
 
     def _record(self, func, args, kwargs, inputs, output, state: torch.Tensor | None = None) -> None:
-        """Appends the op to the tape, its tensors as `Ref`s, if it makes or writes a storage."""
+        """Appends the op to the tape, its tensors as `Ref`s, if it makes or writes a storage.
+
+        `state`: of the constructor's own generator before the op, if it draws from one.
+        """
         outputs = tensors_in(output)
         before = {storage_key(tensor) for tensor in inputs}
         made = {storage_key(tensor) for tensor in outputs} - before
@@ -199,7 +212,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def write_from(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
-    """Write the value that `read()` returns into a tensor: at once, or, in a constructor that is recorded, on replay.
+    """Writes the value that `read()` returns into a tensor: at once, or on replay if a constructor is being recorded.
 
     A tensor without values (meta, fake) gets none.
     """
@@ -214,7 +227,7 @@ def write_from(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context: what runs inside is no part of the constructor that is being recorded, where one is."""
+    """Context whose ops do not go onto the tape of the constructor that is being recorded, if there is one."""
     if not _recording:
         yield
         return
@@ -236,9 +249,9 @@ def _laid_out(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Ten
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own.
+    """Returns the state of the generator passed in a call; None if none is, or if it is torch's default one.
 
-    Raises `NotReplayable` for one on a device.
+    Raises `NotReplayable` for a generator on a device.
     """
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
@@ -253,7 +266,7 @@ def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
 
 
 def _unvouched(shape: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of this shape on address space that the kernel has not promised memory for."""
+    """Returns a tensor of this shape on address space for which the kernel reserves no memory."""
     pages = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     flat = torch.frombuffer(pages, dtype=shape.dtype)
     return flat.as_strided(shape.shape, shape.stride())
@@ -303,10 +316,10 @@ _recording: list[_Recorder] = []  # the recorders of builds under way, the inner
 
 @contextmanager
 def _initialisers(recorder: _Recorder) -> Iterator[None]:
-    """Context: in-place functions of `torch.nn.init`, private helpers included, go through the recorder.
+    """Context in which the in-place functions of `torch.nn.init`, private ones included, are recorded as single ops.
 
-    A library that the constructor imports may keep what it finds there for good: that leads to the recorder of the
-    build that runs, and to the function itself where none does.
+    A library that the constructor imports may keep a replaced function for good, so this calls whichever recorder is
+    innermost at the time, or the original function if there is none.
     """
     originals = {
         name: function

@@ -1,7 +1,7 @@
-"""Conversions inside a forward (`self.norm.to(x.dtype)`, `.float()`): left out where they change nothing, else refused.
+"""Conversions inside a forward (`self.norm.to(x.dtype)`, `.float()`), refused if they change a parameter.
 
-One process may convert a weight as it goes: it has another dtype from there on. Shares, pieces and masters of a plan
-have one dtype, and torch cannot exchange their tensors where they are in use.
+In one process a forward may convert a weight, which keeps the new dtype from there on. Shares, flat pieces and master
+weights of a plan have one dtype, and torch cannot exchange their tensors while they are in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ours: ContextVar[bool] = ContextVar("conversions are the plan's own", default=F
 
 @contextmanager
 def converting() -> Iterator[None]:
-    """Context: `module._apply` exchanges tensors as torch does."""
+    """Context in which `module._apply` converts parameters as torch does, for the plan's own conversions."""
     token = _ours.set(True)
     try:
         yield
@@ -31,7 +31,7 @@ def converting() -> Iterator[None]:
 
 
 def refuse_conversions(module: nn.Module) -> None:
-    """Make `.to`, `.half` and the like of a module, and of submodules, raise `RefusedPlan` if a parameter would change.
+    """Makes `.to`, `.half` and the like of a module and its submodules raise `RefusedPlan` if a parameter would change.
 
     Buffers are converted as asked.
     """
@@ -41,10 +41,13 @@ def refuse_conversions(module: nn.Module) -> None:
 
 
 def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable[..., nn.Module]:
-    """Returns a `_apply` for the module that raises `RefusedPlan` where `function` would change a parameter."""
+    """Returns an `_apply` for `original` that raises `RefusedPlan` if it would change a parameter.
+
+    `paths`: module -> its path and a dot, or "" for the root; for the message.
+    """
 
     def apply(module: nn.Module, function: Convert, recurse: bool = True) -> nn.Module:
-        if _ours.get() or module is not original:  # a copy, which no plan holds
+        if _ours.get() or module is not original:  # the plan's own conversion, or a copy, which no plan holds
             return type(module)._apply(module, function, recurse)
         # as `nn.Module._apply` goes: through all children, unless told not to
         for child in module.modules() if recurse else [module]:
@@ -59,7 +62,7 @@ def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable
 
 
 def _refuse_change(name: str, param: torch.Tensor, function: Convert) -> None:
-    """Raises `RefusedPlan` where a conversion would change a parameter's dtype or device."""
+    """Raises `RefusedPlan` if `function` would change the dtype or device of the parameter `name`."""
     new = function(torch.empty(0, dtype=param.dtype, device=param.device))
     if new.dtype != param.dtype or (new.device != param.device and not param.is_meta):
         raise RefusedPlan(

@@ -1,9 +1,9 @@
 """Build a module without its weights, and make each weight later from (seed, name), one at a time.
 
 While the module's own constructor runs, large new tensors get address space but no values, and every op that makes or
-changes a tensor is written onto a tape (`recorder`). Afterwards `value(name)` replays the ops that one tensor depends
-on, at full size, each random draw seeded by (seed, name of the first tensor that uses it, its place), so values depend
-neither on the layout nor on the order in which they are asked for.
+changes a tensor is written onto a tape (`constructor_recorder`). Afterwards `value(name)` replays the ops that one
+tensor depends on, at full size, each random op seeded by (seed, name of the first tensor that uses it, its index among
+that tensor's random ops), so values depend neither on the layout nor on the order of the calls.
 
     constructor --ops--> tape: empty(4096,4096) . uniform_(-.01,.01) . empty(16) . fill_(1) ...
     value("fc.weight")   replays the two ops that wrote that storage
@@ -49,10 +49,10 @@ def seed_of(*parts: object) -> int:
 
 
 class Built:
-    """A module, perhaps without values, and `value(name)`, which makes those of one tensor.
+    """A module whose large tensors may have no values yet, and `value(name)`, which makes those of one tensor.
 
-    `module` may hold tensors without values; `value(name)` gives the full tensor of a parameter, buffer or tensor
-    attribute on the CPU. `notice` says why, where the module had to be built for real.
+    `value` takes the path of a parameter, buffer or tensor attribute. `notice` says why the module had to be built for
+    real, with values; "" if it was not. `tape` is None in that case.
     """
 
     def __init__(self, module: nn.Module, seed: int, tape: ConstructorTape | None, notice: str = ""):
@@ -64,23 +64,24 @@ class Built:
         self._targets = dict(named_tensors(module))
         self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
         self._seeds: dict[int, int] = {}  # index of a random op on the tape -> its seed
-        self.value_from: Callable[[str], torch.Tensor | None] | None = None  # a value from elsewhere (a checkpoint)
-        self.pairs: Collection[str] = ()  # complex parameters that the module holds as real ones (part/pairs)
+        self.value_from: Callable[[str], torch.Tensor | None] | None = None  # name -> value from a checkpoint or None
+        self.pairs: Collection[str] = ()  # names of complex parameters that the module holds as real (part/pairs)
         if tape is not None:
             self._check()
             self._assign_seeds()
             self._fill_unnamed(tape)
 
     def value(self, name: str) -> torch.Tensor:
-        """Returns the full tensor on the CPU, newly made; the real one itself when nothing was deferred.
+        """Returns the unsharded tensor `name`: newly made on the CPU, or the module's own if it was built for real.
 
-        One of `pairs` is real, with a last dim of 2. Raises `InputError` where `value_from` gives another shape.
+        A complex one in `pairs` is returned as real, with a last dim of 2. Raises `InputError` if `value_from` gives
+        another shape.
         """
         value = self._value(name)
         return torch.view_as_real(value.resolve_conj()) if name in self.pairs and value.is_complex() else value
 
     def _value(self, name: str) -> torch.Tensor:
-        """Returns the tensor that `value_from` gives, else the real one, else the one that a replay makes."""
+        """Returns what `value_from` gives, else the module's own tensor if it was built for real, else a replay."""
         value = self.value_from(name) if self.value_from is not None else None
         if value is not None:
             if value.shape != self._targets[name].shape:
@@ -95,9 +96,9 @@ class Built:
             return self._replay(self._refs[name])
 
     def drawn(self) -> tuple[list[str], int]:
-        """Returns (parameters whose values come from no file, number of those whose values do).
+        """Returns (names of parameters whose values come from no file, number of parameters whose values do).
 
-        ([], 0) where no values come from a file, or the module was built for real.
+        ([], 0) if no values come from a file, or if the module was built for real.
         """
         stored = self.stored()
         if not stored:
@@ -106,7 +107,7 @@ class Built:
         return [name for name in names if name not in stored], len(stored)
 
     def stored(self) -> set[str]:
-        """Returns the parameters whose values come from a file, wholly or in part; none of a module built for real."""
+        """Returns the names of parameters whose values come at least partly from a file; none if built for real."""
         # asked first, as slices of the tape cost time for each parameter
         if self._tape is None or not any(op.stored for op in self._tape.ops):
             return set()
@@ -115,15 +116,15 @@ class Built:
         return {name for name in names if any(ops[op].stored for op in slice_(self._refs[name].storage))}
 
     def fingerprint(self) -> int:
-        """Returns a 64-bit hash of names, shapes, dtypes and captured constants."""
+        """Returns a 64-bit hash of names, shapes, dtypes, captured constants and generator states, to compare ranks."""
         digest = xxhash.xxh3_64()  # fast: of a model that was made before, these are all its weights
-        # by when the constructor met them, which is the same everywhere; their keys are addresses
+        # in the order in which the constructor met them, equal on all ranks; their keys are addresses, which are not
         met = {} if self._tape is None else {key: place for place, key in enumerate(self._tape.constants)}
         for name, tensor in self._targets.items():
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if self._tape is None:
                 continue
-            if self._refs[name].storage in self._tape.constants:  # that a constructor returns as it found it
+            if self._refs[name].storage in self._tape.constants:  # a tensor that the constructor met and did not make
                 digest.update(self._tape.constants[self._refs[name].storage].numpy().data)
             for op in map(self._tape.ops.__getitem__, self._tape.slice(self._refs[name].storage)):
                 for key in sorted(op.reads & met.keys(), key=met.__getitem__):
@@ -132,25 +133,25 @@ class Built:
         return digest.intdigest()
 
     def set_apart(self) -> None:
-        """Let `module` be a copy where weights of it were there before the constructor was called."""
+        """Replaces `module` by a copy if any parameter of it existed before the constructor was called."""
         before = None if self._tape is None else self._tape.constants
         named = self._targets.items()
-        # without a tape all of its tensors count as there before the call
+        # without a tape nothing tells which were there before the call, so all are copied
         tensors = [target for name, target in named if before is None or self._refs[name].storage in before]
         # a buffer alone may be shared: it is not trained
         if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             with as_written():
-                # with a tape large ones get no values here, as each is made later
+                # with a tape large copies get no values here, since `value` makes them later
                 self.module = copied(self.given, stand_ins(tensors, LARGE if before is not None else None))
             self._targets = dict(named_tensors(self.module))
 
     def _check(self) -> None:
-        """Raises `NotReplayable` for a tensor that the tape cannot make; keeps data that no operation made."""
+        """Raises `NotReplayable` if the tape cannot make a named tensor; keeps the bytes of those that no op made."""
         tape = self._tape
         assert tape is not None
         for name, ref in self._refs.items():
             if ref.storage in tape.writers or ref.storage in tape.constants:
-                # all that its operations read was made on the tape, or met with its bytes; else it is refused below
+                # the tape makes it if each input of its ops was made on the tape or has its bytes kept
                 if not tape.lacks(ref.storage):
                     continue
             elif self._targets[name].device.type != "meta":
@@ -160,7 +161,7 @@ class Built:
             raise NotReplayable(f"'{name}' was not made by recorded operations")
 
     def _assign_seeds(self) -> None:
-        """Seed each random op of the tape by the first parameter that needs it, and its place among that one's."""
+        """Seeds each random op by the first named tensor that depends on it and the op's index among that tensor's."""
         assert self._tape is not None
         for name, ref in self._refs.items():
             drawn = [op for op in self._tape.slice(ref.storage) if self._tape.ops[op].random]
@@ -170,20 +171,21 @@ class Built:
 
     @torch.no_grad()
     def _fill_unnamed(self, tape: ConstructorTape) -> None:
-        """Make, in place, the values of deferred tensors that outlive the constructor and that `value` has no name for.
+        """Makes in place the values of deferred tensors that outlive the constructor but have no name.
 
         Lists and dicts of a module, modules hidden in them, closures and tables of a file's own keep such tensors.
         """
         from shardwise.trace.stand_in import tensors_beside  # which reads this module's names of tensors
 
         named = {ref.storage for ref in self._refs.values()}
-        if named & tape.deferred:  # a view that is kept beside a weight or table is not filled with it
+        # an unnamed view of a named tensor is filled here too, since `value` returns other memory
+        if named & tape.deferred:
             targets = {id(tensor) for tensor in self._targets.values()}
             beside = [tensor for *_, tensor in tensors_beside(self.module) if id(tensor) not in targets]
             named -= {storage_key(tensor) for tensor in beside if tensor.layout is torch.strided}
         if not tape.outliving(named):
             return
-        gc.collect()  # what only a circle of references keeps is nobody's
+        gc.collect()  # tensors that only a reference cycle keeps alive need no values
         for place, storage in enumerate(tape.outliving(named)):
             key, whole = storage._cdata, torch.empty(0, dtype=torch.uint8).set_(storage)
             # a tensor that came from elsewhere cannot be made again
@@ -197,7 +199,7 @@ class Built:
 
     @torch.no_grad()
     def _replay(self, target: Ref) -> torch.Tensor:
-        """Returns a tensor by running the ops of the tape that its storage depends on, on the CPU."""
+        """Returns the tensor `target` by running, on the CPU, the ops of the tape that its storage depends on."""
         tape = self._tape
         assert tape is not None
         storages: dict[int, torch.UntypedStorage] = {}
@@ -226,7 +228,7 @@ class Built:
                 output = op.func(*args, **kwargs)
                 for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
                     if op.whole:
-                        # a copy where operations that follow may write into it: it may be a file's memory
+                        # copied unless it is the last op, since a later one might write into a file's memory
                         alone = index == slice_[-1] and result.untyped_storage().nbytes() == result.nbytes
                         storages[ref.storage] = (result if alone else result.clone()).untyped_storage()
                     # an operation in place gives a storage that is there already
@@ -235,13 +237,12 @@ class Built:
 
 
 def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
-    """Returns the arguments with this generator in place of those that the constructor gave."""
+    """Returns the tree `arguments` with each generator that the constructor gave replaced by `generator`."""
     return replaced(torch.Generator, lambda _: generator, arguments)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # a tied weight has the first of its names
-    """Yields (path, tensor) of parameters, buffers and plain tensor attributes, each object once."""
+    """Yields (path, tensor) of parameters, buffers and tensor attributes; a tied weight once, by its first name."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         # a constructor may keep a tensor as a plain attribute, which is no buffer
@@ -259,10 +260,10 @@ def _seed_everything(seed: int) -> None:
 
 
 def build(model: Callable[[], nn.Module], seed: int, *, own: bool = True) -> Built:
-    """Returns the module with large tensors deferred; built for real, with a notice, where it cannot be replayed.
+    """Returns the module with large tensors deferred, or built for real, with a notice, if it cannot be replayed.
 
-    own     a module whose weights were there before the call is copied; False: it is a script's, to be changed itself
-    Raises `InputError` when the constructor fails by itself, in one process without shardwise, and as `checked` does.
+    own     whether a module whose weights existed before the call is copied; False if a script's is to change itself
+    Raises `InputError` if the constructor fails by itself, in one process without shardwise, and as `checked` does.
     """
     tape = ConstructorTape()
     try:
@@ -282,9 +283,9 @@ def build(model: Callable[[], nn.Module], seed: int, *, own: bool = True) -> Bui
 
 
 def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, own: bool = True) -> Built:
-    """Returns the module with every weight made here; the engine then hands rank 0's to all ranks, one by one.
+    """Returns the module with all weights made here; the engine then broadcasts rank 0's, one by one.
 
-    reason  why, for the notice;  own  and what is raised: as of `build`
+    reason  why it is not deferred, for the notice;  own  and what is raised: as in `build`
     """
     _seed_everything(seed)
     try:
@@ -310,12 +311,15 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, ow
 
 
 def told_of_constructor(error: BaseException) -> str:
-    """Returns a constructor's error and its place, as text, with advice for one that picks a device or spreads."""
+    """Returns the message for an error in a constructor: its text and place, and advice for known causes.
+
+    Known are a device or memory that is lacking, torch's own parallel wrappers, and a constructor that takes arguments.
+    """
     text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
-    # a device's error names a remedy of its own
+    # user code that places the module itself
     if of_a_device(error):
         return f"{text.rstrip('.')}. {LEAVE_OUT}"
-    # torch says how much it asked for
+    # an allocation that failed, whose bytes torch's message has
     if asked := re.search(r"you tried to allocate (\d+) bytes", str(error)):
         return f"{text}: one tensor of {int(asked[1]) / 2**30:,.0f} GiB: make the sizes of the model smaller"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
@@ -330,7 +334,7 @@ LEAVE_OUT = "Leave .cuda() and device= out: each rank places the module and its 
 
 
 def of_a_device(error: BaseException) -> bool:
-    """Whether the error is of user's code that named a device which this build of torch lacks."""
+    """Whether the error comes from code that names a device which this build of torch lacks."""
     lazily = any(frame.name == "_lazy_init" for frame in traceback.extract_tb(error.__traceback__))
     return lazily or "PyTorch is not linked with support for" in str(error)  # the second of fake tensors
 
@@ -339,14 +343,17 @@ _PLAIN = "Give the plain module: the plan spreads it"
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raises `InputError` for what torch.compile or torch.jit made of a task's model."""
+    """Raises `InputError` if a task's model is the result of torch.compile or torch.jit."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
         raise InputError(f"Task.model returned what {by} made. {_PLAIN}, and compile=true of a plan compiles it")
 
 
 def checked(module: Any) -> nn.Module:
-    """Returns the module that a constructor gave. Raises `InputError`; `RefusedPlan` for weights without a shape."""
+    """Returns the constructor's result if a plan can take it: a plain module whose weights have shapes.
+
+    Raises `InputError` if it is no module or a data-parallel wrapper, `RefusedPlan` for weights without a shape.
+    """
     if not isinstance(module, nn.Module):
         got = type(module).__name__
         if inspect.isclass(module):

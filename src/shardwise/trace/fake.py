@@ -31,7 +31,7 @@ MOST = 2**17  # operations that are remembered; beyond, all are forgotten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _DEVICE, _STRIDED = torch.ops.prim.device.default, torch.ops.aten.as_strided.default
-_MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as many rows as they have values
+_MASKS = (torch.bool, torch.uint8, torch.int8)  # an index of these selects a count of elements that values decide
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def unlogged() -> Iterator[None]:
 
 
 class Made(NamedTuple):
-    """One result: the argument at `place` itself (`shape` is None), a view of it, or, without a place, a new tensor."""
+    """One result: the argument tensor `place` itself (`shape` None), a view of it, or (`place` None) a new tensor."""
 
     place: int | None
     shape: tuple[int, ...] | None = None
@@ -81,9 +81,9 @@ class Fake(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
-                return NotImplemented  # a share of a tensor: what its rule does is asked next
+                return NotImplemented  # a sharded tensor: its own rule runs next, on plain tensors
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for more often than anything is computed
+            return args[0].fake_device  # the most frequent call of all, so it is answered without a look-up
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for its shape takes bfloat16 alone
             return _grouped(self, *args, **(kwargs or {}))
         if not _of_metadata(func):
@@ -99,7 +99,7 @@ class Fake(FakeTensorMode):
         first = look is not None and look not in _results
         output = self._by_torch(func, types, args, kwargs, first)
         if look is not None and first:
-            kept = self._look(func, args, kwargs, []) == look  # else it changed the shape of what it was given
+            kept = self._look(func, args, kwargs, []) == look  # else it changed an argument's metadata
             answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
             if len(_results) >= MOST:
                 _results.clear()
@@ -108,18 +108,18 @@ class Fake(FakeTensorMode):
         return output
 
     def _by_torch(self, func: Any, types: Any, args: tuple, kwargs: dict | None, first: bool = False) -> Any:
-        """Returns torch's answer; the `first` time past torch's own cache, which nobody would read again."""
+        """Returns torch's result. `first`: whether torch's own cache is off, as nobody would read that entry again."""
         self.cache_enabled = self._torch_remembers and not first
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def _look(self, func: Any, args: tuple, kwargs: dict | None, tensors: list[FakeTensor]) -> tuple | None:
-        """Returns an operation's key in the table, or None without one; adds its tensors to `tensors`."""
-        # what is made there is an inference tensor, which a result from the table is not
+        """Returns an op's key in the table, None if it has none; appends the op's fake tensors to `tensors`."""
+        # inference mode makes inference tensors, which results from the table are not
         if torch.is_inference_mode_enabled():
             return None
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         complete = self._tell(key, tensors, args)
-        if func is _STRIDED:  # what is beyond its storage is refused
+        if func is _STRIDED:  # raises if the view exceeds the storage, so the storage's size is part of the key
             key.append(args[0].untyped_storage().nbytes())
         if complete and kwargs:
             key += kwargs
@@ -127,7 +127,7 @@ class Fake(FakeTensorMode):
         return tuple(key) if complete else None
 
     def _tell(self, key: list, tensors: list[FakeTensor], values: Iterable) -> bool:
-        """Adds the arguments' metadata to `key`; returns False where an argument is more than its metadata."""
+        """Appends arguments' metadata to `key`, fake tensors to `tensors`; False if an argument is more than that."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -147,7 +147,7 @@ class Fake(FakeTensorMode):
         return True
 
     def _noted(self, tensors: list[FakeTensor], output: Any) -> OpResult | None:
-        """Returns the results as functions of the arguments; None where they cannot be written so."""
+        """Returns the results as an `OpResult` of the arguments `tensors`; None if they cannot be written as one."""
         kind = type(output) if type(output) in (tuple, list) else None
         leaves = (output,) if kind is None else tuple(output)
         made = [_made(leaf, tensors) if type(leaf) is FakeTensor else leaf for leaf in leaves]
@@ -155,9 +155,9 @@ class Fake(FakeTensorMode):
         plain = all(type(result) is Made or type(result) in (int, type(None)) for result in made)
         pairs = zip(leaves, made, strict=True)
         new_storages = [storage_key(leaf) for leaf, result in pairs if type(result) is Made and result.place is None]
-        # nothing was made: there is nothing to take from the cache
+        # results without any tensor (numbers alone) are left to torch
         any_tensor = output is None or any(type(result) is Made for result in made)
-        # two new results on one storage cannot be written as `Made`
+        # `Made` cannot say that two new results share a storage
         if not plain or not any_tensor or len(set(new_storages)) < len(new_storages):
             return None
         return OpResult(kind, tuple(made))
@@ -173,7 +173,7 @@ class Fake(FakeTensorMode):
         return results[0] if answer.kind is None else answer.kind(results)
 
     def _make(self, made: Made, tensors: list[FakeTensor]) -> FakeTensor:
-        """Returns the fake tensor that `made` describes; `tensors`: the arguments that it may be, or be a view of."""
+        """Returns the fake tensor that `made` describes; `tensors`: the op's arguments, of which it may be a view."""
         if made.place is not None and made.shape is None:
             return tensors[made.place]
         if made.place is None:
@@ -201,7 +201,7 @@ def _grouped(
     mode: FakeTensorMode, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a grouped product by shape: torch's own rule takes bfloat16 alone, its kernels more than that."""
+    """Returns a fake result of `_grouped_mm` by shape, for any dtype; torch's own shape rule takes bfloat16 alone."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
         shape = [a.shape[0] if a.dim() == 3 or offs is None else offs.numel(), *shape]
@@ -210,8 +210,8 @@ def _grouped(
 
 
 def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
-    """Whether an operation's results depend on its arguments' metadata alone."""
-    # how many rows a mask selects is no matter of metadata
+    """Whether an op on these tensors can be in the table: no index that may be a mask, no complex tensors."""
+    # how many elements a mask selects depends on its values
     if func is torch.ops.aten.index.Tensor and any(tensor.dtype in _MASKS for tensor in tensors[1:]):
         return False
     return not any(tensor.dtype.is_complex for tensor in tensors)
@@ -219,9 +219,9 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 
 @cache
 def _of_metadata(func: Any) -> bool:
-    """Whether results depend on metadata alone, judged by torch's own cache (`_validate_cache_key`), or are views.
+    """Whether an op's results depend on its arguments' metadata alone, as in torch's cache (`_validate_cache_key`).
 
-    So do FSDP2's own operations, and those without results, which write into their arguments.
+    Also True of FSDP2's own ops, of indexing, and of ops without results, which write into their arguments.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return False
@@ -229,7 +229,7 @@ def _of_metadata(func: Any) -> bool:
     if not torch._library.utils.is_builtin(func) and func.namespace != "fsdp":
         return False
     if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided_", "aten::set_", "aten::resize")):
-        return False  # of constants; and of what the size of a storage decides
+        return False  # these depend on constants, or on the size of a storage
     returns = func._schema.returns
     returns_tensors = not returns or any(isinstance(made.type, torch.TensorType | torch.ListType) for made in returns)
     # indexing reads values, but only in their place: its shape does not depend on them
@@ -237,9 +237,9 @@ def _of_metadata(func: Any) -> bool:
 
 
 def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
-    """Returns the `Made` that says how a result follows from the arguments; None where that is not known."""
+    """Returns the `Made` that describes a result in terms of the arguments `tensors`; None if there is none."""
     places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
-    # which of two tensors that share their memory it follows is not seen, nor what a complex view is
+    # of two arguments on one storage it is unknown which one it is a view of; nor is a complex view described
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None
     seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)

@@ -1,13 +1,14 @@
-"""`Flow`: which tensor goes where in one forward (ops, submodules, parameters). Written by trace/recorded.
+"""`Flow`: the dataflow of one forward (ops, calls of submodules, parameters), recorded by trace/recorded.
 
-For each op it has the tensors that it reads and makes, and for each module call what goes in and comes out. From it
-follows
+Each tensor has a *number*, its index in `Flow.made`, `depends` and `drawn`; an in-place write gives a tensor a new one.
+Times count the ops and the begins and ends of calls so far. From the tensors that each op and call reads and makes
+follows which tensors are
 
-    shared     what does not depend on any parameter (masks, positions, rotary tables): anybody can compute it again
-    crossing   at a moment e: what depends on parameters, was made before e and is used after e
+    shared     independent of all parameters (masks, positions, rotary tables): every stage can compute them again
+    crossing   at a time t: dependent on parameters, made before t and used after t
 
-so that it can be told whether the forward can be cut where a module is entered: whatever crosses must be among the
-module's arguments. No names are used, and no class is known.
+and so whether a pipeline stage can begin where a module is entered: all crossing tensors must be among the module's
+arguments. No names are used, and no class is known.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from shardwise.trace.without_gradient import Place
 
 @dataclass
 class Leaf:
-    """One leaf of what a module returned: a tensor by its shape, or a plain value."""
+    """One leaf of a module's output: a tensor, with its shape and dtype, or a plain value."""
 
-    tensor: int | None  # its number
-    value: Any = None
+    tensor: int | None  # the tensor's number; None for a plain value
+    value: Any = None  # the plain value; None for a tensor
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
 
 @dataclass
 class ModuleCall:
-    """One call of a submodule; `enter` and `exit` count the ops and calls before them."""
+    """One call of a submodule, or of a torch function by a module's own code (`own`); `enter`, `exit`: its times."""
 
     path: str
-    place: int  # the n-th call of this module in the forward, from 0
+    place: int  # index of the call among those of this module in the forward, from 0
     enter: int
-    arguments: list[int | None]  # the number of each tensor leaf of (args, kwargs)
-    shapes: list[tuple[int, ...] | None]
+    arguments: list[int | None]  # for each leaf of (args, kwargs) the tensor's number; None if it is no tensor
+    shapes: list[tuple[int, ...] | None]  # of the same leaves
     exit: int = -1
-    leaves: list[Leaf] = field(default_factory=list)
-    spec: TreeSpec | None = None
-    inside: list[ModuleCall] = field(default_factory=list)
-    own: tuple[Spot, str] | None = None  # not the call of a module, but of a function of torch by its code: which
-    moves: bool = False  # it changes a plain attribute of a module, by more than another tensor in it
+    leaves: list[Leaf] = field(default_factory=list)  # of the output
+    spec: TreeSpec | None = None  # the output's structure
+    inside: list[ModuleCall] = field(default_factory=list)  # the calls made directly by this one
+    own: tuple[Spot, str] | None = None  # (place in the code, name) of a torch function; None: a submodule's call
+    moves: bool = False  # whether it changes plain attributes of modules, so that no stage may leave it out
 
     @property
     def label(self) -> str:
@@ -58,7 +59,7 @@ class ModuleCall:
         return f"'{self.path}'" if self.own is None else f"'{self.own[1]}' in '{self.path or 'the outermost forward'}'"
 
     def below(self) -> Iterator[ModuleCall]:
-        """Yields every call inside this one, in the order they were entered."""
+        """Yields every call inside this one, at any depth, in the order in which they begin."""
         for call in self.inside:
             yield call
             yield from call.below()
@@ -66,25 +67,25 @@ class ModuleCall:
 
 @dataclass
 class FlowOp:
-    """One op: the numbers of tensors that it reads and makes, and its cost (`numbered._cost`)."""
+    """One op: the numbers of the tensors that it reads and makes, and its cost in FLOPs (`numbered._cost`)."""
 
     time: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     cost: float
-    draws: bool
-    reads_value: bool
-    leads: bool  # a gradient goes back through it
-    inner: bool = False  # of the backward of a gradient that the forward takes: done where its forward was
+    draws: bool  # whether it can draw random numbers
+    reads_value: bool  # whether Python reads a value (`.item()`)
+    leads: bool  # whether a gradient goes back through it
+    inner: bool = False  # whether it is part of a backward that the forward itself runs
 
 
 @dataclass(frozen=True)
 class OwnCall:
-    """Where a forward's own code made a tensor: which of its calls of a function of torch, and a leaf of the result.
+    """Which call of a torch function, by a module's own code, made a tensor.
 
-    whose   the call of the module whose forward it is
-    place   of the call among that forward's own ones
-    leaf    number of the tensor in what the function returned
+    whose   the call of the module whose forward the code is
+    place   (file, first line of the code, offset in it, how many calls there came before)
+    leaf    index of the tensor among the leaves of the function's result
     name    of the function, for messages
     """
 
@@ -99,7 +100,7 @@ Attribute = tuple[str, str]  # (path of the module, attribute)
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a plain attribute: its time, the call inside which it came, and the attribute."""
+    """A change of a plain attribute of a module: its time, the innermost call that runs then, and the attribute."""
 
     time: int
     call: ModuleCall
@@ -108,39 +109,42 @@ class Change:
 
 @dataclass
 class Flow:
-    """One forward, written down: tensors are numbered in order, times count operations and calls."""
+    """The record of one forward. Lists are by tensor number; times count ops and begins and ends of calls."""
 
-    root: ModuleCall
-    ops: list[FlowOp]
-    made: list[int]  # when each tensor was made; -1: it was there before
-    depends: list[bool]  # on a parameter
-    drawn: list[bool]  # depends on a random number, and on no parameter
-    last_use: list[int]
-    overwritten: dict[int, int]  # when a tensor was written to, and so got another number
+    root: ModuleCall  # of the whole module
+    ops: list[FlowOp]  # in order of time
+    made: list[int]  # time at which each tensor was made; -1: before the forward
+    depends: list[bool]  # whether it depends on a parameter
+    drawn: list[bool]  # whether it depends on a random number and on no parameter
+    last_use: list[int]  # time of the last op that reads it, or `end` for an output; -1: never used
+    overwritten: dict[int, int]  # number -> time of the in-place write that gave the tensor another number
     parameters: dict[int, int]  # number -> id of the parameter object
-    buffers: dict[int, int]
-    returned: list[int]  # the tensors of the output
-    end: int
-    without_gradient: frozenset[Place]  # calls that run where gradients are switched off
-    own: dict[int, OwnCall]  # number -> where a forward's own code made it
-    functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
+    buffers: dict[int, int]  # number -> id of the buffer object
+    returned: list[int]  # numbers of the output's tensors
+    end: int  # time at which the forward ends
+    without_gradient: frozenset[Place]  # calls that run while gradients are switched off
+    own: dict[int, OwnCall]  # number -> the call in a module's own code that made it
+    functions: list[ModuleCall]  # calls of torch functions by modules' own code, in order
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
-    backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
-    sized: set[int] = field(default_factory=set)  # tensors of which the size depends on values that need parameters
-    rewrites: list[dict[int, int]] = field(default_factory=list)  # of a write: tensors on one memory -> afterwards
-    stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
-    later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
-    carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
-    varies: frozenset[tuple[str, int]] = frozenset()  # calls (path, place) that chance leaves out of other forwards
-    repeats: frozenset[str] = frozenset()  # modules called as often as there are samples, or as these say
-    moved: bool = False  # the generators of Python's or numpy's module
-    changes: list[Change] = field(default_factory=list)  # of plain attributes, where they matter
+    backwards: list[int] = field(default_factory=list)  # times at which it runs `loss.backward()` or the like
+    sized: set[int] = field(default_factory=set)  # tensors whose size depends on values that depend on parameters
+    rewrites: list[dict[int, int]] = field(default_factory=list)  # per write: old -> new numbers on that storage
+    stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers into which an op writes
+    later: list[Flow] = field(default_factory=list)  # the next forwards, if this one leaves state for them
+    carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # number -> (earlier forward, its number there)
+    varies: frozenset[tuple[str, int]] = frozenset()  # calls (path, place) that not every run makes (layer dropout)
+    repeats: frozenset[str] = frozenset()  # paths of modules whose number of calls depends on the samples
+    moved: bool = False  # whether Python's `random` or numpy's global generator advances
+    changes: list[Change] = field(default_factory=list)  # of plain attributes; recorded if `later` may matter
     _influenced: dict[int, set[int]] = field(default_factory=dict)
 
     @cached_property
     def reaching(self) -> set[int]:
-        """Returns the numbers of the tensors from which the output, or a written parameter or buffer, is computed."""
-        state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}  # what a write has numbered anew
+        """Returns the numbers of the tensors that influence the output or a written parameter or buffer.
+
+        Tensors whose values Python reads, or that a backward of the forward's own reads, are among them.
+        """
+        state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}  # those written in the forward
         numbers = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
         for op in reversed(self.ops):
             # what Python reads decides what the forward does; a backward of its own reads whatever its forward kept
@@ -150,7 +154,7 @@ class Flow:
 
     @cached_property
     def read_draws(self) -> list[int]:
-        """Returns the times at which code reads a random value, by which it may branch."""
+        """Returns the times at which Python reads a random value (`drawn`), by which the forward may branch."""
         read = (op for op in self.ops if op.reads_value)
         return [op.time for op in read if any(self.drawn[number] for number in op.reads)]
 
@@ -163,19 +167,18 @@ class Flow:
 
     @cached_property
     def order(self) -> list[tuple[str, int]]:
-        """Returns (path, place) of every call, in the order they were entered."""
+        """Returns (path, place) of every submodule call, in the order in which they begin."""
         return [(call.path, call.place) for call in self.calls()]
 
     @property
     def outline(self) -> list[tuple[float, int, int]]:
-        """Returns (cost, how many tensors it reads, how many it makes) of each operation, to compare forwards by."""
+        """Returns (FLOPs and memory cost, tensors read, tensors made) of each op, to compare forwards by."""
         return [(op.cost, len(op.reads), len(op.makes)) for op in self.ops]
 
     def forget_what_is_left(self) -> None:
-        """Recomputes `last_use` without operations whose results only stay in plain attributes of the module."""
-        if self.taken or self.backwards:  # whose backward reads what any part of the forward kept
+        """Recomputes `last_use` without ops whose results only stay in plain attributes of the module."""
+        if self.taken or self.backwards:  # their backwards may read what any part of the forward saved
             return
-        # else an operation whose result stays in an attribute of the module would keep it alive
         self.last_use = [-1] * len(self.made)
         for op in self.ops:
             # what Python reads decides what the forward does, so it counts as used
@@ -190,9 +193,9 @@ class Flow:
         return self.root.below()
 
     def crossings(self, *, functions: bool = False) -> Iterator[tuple[ModuleCall, list[int]]]:
-        """Yields (call, numbers): tensors that depend on parameters, made before the call is entered and used after.
+        """Yields (call, numbers of tensors that depend on parameters, made before the call and used after).
 
-        functions  for calls of torch's functions by forwards' own code, in place of the calls of submodules
+        functions  whether the calls are those of torch functions by modules' own code, instead of those of submodules
         """
         ahead = [
             (made, number)
@@ -210,7 +213,7 @@ class Flow:
             yield call, sorted(alive)
 
     def crossing_at(self, moment: int) -> list[int]:
-        """Returns the numbers of the tensors that depend on parameters, made before a moment and used after it."""
+        """Returns the numbers of the tensors that depend on parameters, made before time `moment` and used after it."""
         made = enumerate(self.made)
         of_forward = (n for n, when in made if self.depends[n] and when < moment and n not in self.parameters)
         return [number for number in of_forward if self.last_use[number] > moment]
@@ -236,7 +239,7 @@ class Flow:
 
     @cached_property
     def written_buffers(self) -> list[tuple[int, int]]:
-        """Returns (time of the first use, of the last) of each buffer that an operation writes into."""
+        """Returns (time of the first use, time of the last use) of each buffer that an op writes into."""
         spans: dict[int, tuple[int, int]] = {}
         for op in self.ops if not self.stateful.isdisjoint(self.buffers.values()) else ():
             # a write gives a buffer another number: one buffer may have several
@@ -246,28 +249,28 @@ class Flow:
 
     @cached_property
     def written_spans(self) -> list[tuple[int, int, int]]:
-        """Returns (first use, last use, id) of each parameter or buffer into which values that depend on parameters go.
+        """Returns (first use, last use, id) of each written parameter or buffer whose contents depend on parameters.
 
-        All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
+        All its uses must lie in one stage, since the next micro-batch reads what this one leaves there.
         """
         states = self.parameters | self.buffers
         # a parameter that was given another number was written to
         written = {states[number] for number in states if self.made[number] >= 0 and self.depends[number]}
         spans: dict[int, tuple[int, int]] = {}
-        # all uses of it, whatever number it had then
+        # uses under any of its numbers
         for op in self.ops if written else ():
             for state in {states[n] for n in (*op.reads, *op.makes) if n in states} & written:
                 spans[state] = spans.get(state, (op.time, 0))[0], op.time
         return [(first, last, state) for state, (first, last) in spans.items()]
 
     def written_around(self, moment: int) -> int | None:
-        """Returns the id of a parameter or buffer that is written and is used before and after this time, or None."""
+        """Returns the id of a parameter or buffer in `written_spans` used before and after time `moment`, or None."""
         return next((state for first, last, state in self.written_spans if first < moment <= last), None)
 
     def rewritten_after(self, moment: int) -> list[int]:
-        """Returns tensors on one memory, made before a moment, that are used after a later write into it; or [].
+        """Returns two or more tensors on one storage, made before `moment`, that a write after it changes; or [].
 
-        Two or more, such as a slice and its base: sent apart, they would not share what is written.
+        For example a slice and its base, both used after the write: sent as two messages, they would not share it.
         """
         for time, used in self._rewritten:
             if time > moment and len(before := [number for number in used if self.made[number] < moment]) > 1:
@@ -276,7 +279,7 @@ class Flow:
 
     @cached_property
     def _rewritten(self) -> list[tuple[int, list[int]]]:
-        """Returns (time, tensors on one memory that are used afterwards, two or more) of each write."""
+        """Returns (time, two or more tensors on the written storage that are used afterwards) of each write."""
         used = {number for number, last in enumerate(self.last_use) if last >= 0}
         rewritten = []
         for renumbered in reversed(self.rewrites):  # what a later write gives another number is used under that one too
@@ -291,7 +294,7 @@ class Flow:
 
     @cached_property
     def led(self) -> set[int]:
-        """Returns the numbers of the tensors that receive a gradient of the output."""
+        """Returns the numbers of the tensors through which a gradient of the output flows."""
         numbers = set(self.returned)
         for op in reversed(self.ops):
             if op.leads and not numbers.isdisjoint(op.makes):
@@ -299,15 +302,15 @@ class Flow:
         return numbers
 
     def times(self, made: OwnCall, moment: int) -> int:
-        """Returns how many calls of the line of code that made a tensor have returned before event `moment`.
+        """Returns how often the line of code that made a tensor has been called and returned before time `moment`.
 
-        Stages compare it with what they count as they run, to see a forward that takes another way.
+        Stages compare it with their own count, to notice a forward that takes another branch than the recorded one.
         """
         return bisect.bisect_left(self._exits.get((made.whose.path, made.whose.place, made.place[:3]), []), moment)
 
     @cached_property
     def _exits(self) -> dict[tuple, list[int]]:
-        """Returns the times at which calls of torch's functions returned, in order, by the code that made them."""
+        """Returns (module path, place of its call, place in the code) -> ascending times at which calls returned."""
         exits_by_code: dict[tuple, list[int]] = {}
         for call in self.functions:
             if call.own is not None:
@@ -315,14 +318,14 @@ class Flow:
         return {code: sorted(exits) for code, exits in exits_by_code.items()}
 
     def influenced_by(self, number: int) -> set[int]:
-        """Returns the numbers of the tensors computed from one, itself among them."""
+        """Returns the numbers of the tensors computed from tensor `number`, itself included."""
         if number not in self._influenced:
             self._influenced[number] = influenced(self.ops, (number,))
         return self._influenced[number]
 
     @cached_property
     def call_leaves(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
-        """Returns tensor's number -> [(call, True: an argument, False: a result, its place among those leaves)]."""
+        """Returns tensor number -> [(call, True for an argument or False for a result, index among those leaves)]."""
         places: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
         for call in self.calls():
             for leaf, argument in enumerate(call.arguments):
@@ -335,9 +338,9 @@ class Flow:
 
     @cached_property
     def in_order(self) -> list[tuple[int, int]]:
-        """Returns (when made, number) of every tensor that was made in the forward, in order."""
+        """Returns (time, number) of every tensor that was made in the forward, ascending."""
         return sorted((made, number) for number, made in enumerate(self.made) if made >= 0)
 
     def maker(self, number: int) -> str:
-        """Returns the path of the innermost module that made a tensor."""
+        """Returns the path of the innermost module whose code made tensor `number`."""
         return self.around(self.made[number]).path

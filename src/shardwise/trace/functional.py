@@ -22,7 +22,10 @@ _RUN = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms,
 
 
 def counted_transforms(call: Callable[[str, Callable[..., Any], tuple, dict], Any]) -> Callable[[], None]:
-    """Makes outermost transforms run by `call(name, run, args, kwargs)`; returns the undo function."""
+    """Makes each outermost transform run as `call(name, run, args, kwargs)`, which returns its result.
+
+    Returns the undo function.
+    """
     before = [(room, name, getattr(room, name)) for room, name in _RUN]
 
     def run(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -40,12 +43,12 @@ def counted_transforms(call: Callable[[str, Callable[..., Any], tuple, dict], An
 
 
 def transforming() -> bool:
-    """Whether a transform is active."""
+    """Whether a transform of `torch.func` is active."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 def before_transforms() -> AbstractContextManager[Any]:
-    """Context: what is computed is no part of the transforms that are active, as if it had come before them."""
+    """Context without the active transforms, so that what is computed inside counts as computed before them."""
     return temporarily_clear_interpreter_stack() if transforming() else nullcontext()
 
 
@@ -57,24 +60,24 @@ def differentiating() -> bool:
 
 
 def with_values(func: Any) -> Any:
-    """Returns an operation to run in place of one that a dispatch mode meets: plain zeros for those without memory.
+    """Returns the op to run for one that a dispatch mode gets: `zeros` for `_efficientzerotensor`, else `func`.
 
-    Derivatives forward make zeros that torch 2.13 stores nowhere; with a mode, what reads these ends the process.
+    Forward derivatives make zeros that torch 2.13 does not allocate; reading those under a mode crashes the process.
     """
     return _aten.zeros.default if func is _aten._efficientzerotensor.default else func
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor inside the wrappers of `torch.func`'s transforms; itself where there are none."""
+    """Returns the tensor inside the wrappers of `torch.func`'s transforms; `tensor` itself if it is not wrapped."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def differentiable_once(said: str) -> Callable:
-    """Returns a decorator of a `Function`'s backward: to differentiate what it gives raises `said`, whatever arrived.
+    """Returns a decorator for the backward of a `Function`: differentiating its results raises `said`.
 
-    For backwards that read more than the gradient; of a linear one, torch's own is right.
+    For backwards that read more than the gradient; a linear one can be differentiated by torch's own means.
     """
 
     def decorate(backward: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Generators of random numbers that are no tensors: Python's, numpy's, torch's own objects, and where each stands."""
+"""Save, compare and restore the states of random generators of Python, numpy and torch (`KINDS`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Genera
 
 
 def state_of(generator: Any) -> bytes:
-    """Returns where a generator stands, to be compared and put back."""
+    """Returns a generator's state as bytes, for comparison and for `put_back`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -40,7 +40,7 @@ def put_back(generator: Any, state: bytes) -> None:
 
 @contextmanager
 def standing_at(generator: Any, state: Any) -> Iterator[None]:
-    """Context: the generator is at `state` inside, and afterwards back where it is now."""
+    """Context in which the generator has the state `state` (of `state_of`); afterwards it has its present one again."""
     now = state_of(generator)
     put_back(generator, state)
     try:
@@ -50,5 +50,5 @@ def standing_at(generator: Any, state: Any) -> Iterator[None]:
 
 
 def shared_states() -> Any:
-    """Returns (state of Python's module, state of numpy's, as bytes), from which all code draws; to be compared."""
+    """Returns (state of Python's `random`, state of numpy's global generator as bytes), for comparison."""
     return random.getstate(), pickle.dumps(np.random.get_state())

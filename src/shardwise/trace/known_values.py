@@ -1,17 +1,17 @@
-"""Values of integer tensors in a forward on fake tensors, where they can be had: routing, and what the data says.
+"""Known values of integer tensors in a forward on fake tensors, for routing and for code that reads the batch.
 
 A mixture of experts asks how many tokens each expert got. Fake tensors cannot say; under `Values` an integer tensor
-can carry real values beside it (its *shadow*), and so can a small one of floats that is made of numbers alone:
+can carry real values beside it (its *shadow*), and so can a small float tensor computed from constants alone:
 
-    topk, argmax, max over a dim    of scores without values: every choice equally often, row r taking the experts
+    topk, argmax, max over a dim    of scores without values: every choice equally often, token r taking the experts
                                     k r, k r + 1, ... modulo their number. A stated assumption: balanced load
-    sort, argsort                   of scores without values: in the order in which they lie
+    sort, argsort                   of scores without values: as if they were sorted already
     integers of the batch           the values of the task's own sample
     factories                       arange, zeros, ones_like, tensor([...]): their values
     any op on shadows alone         its own result, so that counts, offsets and masks follow
     rand of one number              its median: layers that are left out with a small chance (layerdrop) all run
-    .item(), nonzero, x[mask]       note whence the values came that were asked for: chosen, or of the batch
-    x[mask], masked_select          with the mask's shadow, so that the number of rows is known
+    .item(), nonzero, x[mask]       record in `asked` the origin of the values read: `CHOSEN` or `BATCH`
+    x[mask], masked_select          by the mask's shadow, so that the number of selected elements is known
     .numpy(), np.asarray(...)       the values, where they are known
     pack_padded_sequence            by lengths that are known (`packed`)
     ctc_loss                        by the longest target: of lengths that are known, else of the targets' shape
@@ -46,20 +46,20 @@ MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has n
 MEDIAN = 0.5
 _ATEN = torch.ops.aten
 _UNFILLED = (_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided)
-_CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}
-_FILLED = {_ATEN.zeros_like: 0, _ATEN.new_zeros: 0, _ATEN.ones_like: 1, _ATEN.new_ones: 1}  # whatever the first holds
-_FILLED_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}  # the place of the number
+_CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}  # index of the result
+_FILLED = {_ATEN.zeros_like: 0, _ATEN.new_zeros: 0, _ATEN.ones_like: 1, _ATEN.new_ones: 1}  # the value filled in
+_FILLED_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}  # position of the argument with the value
 _SHADOW = "_shardwise_shadow"
 
 
-CHOSEN, BATCH = "chosen", "batch"
+CHOSEN, BATCH = "chosen", "batch"  # origins of values: chosen under the assumption of balance, or the batch's own
 
 
 @dataclass(eq=False)
 class _Memory:
-    """Shared by a tensor and its views: whether their known values still hold, and the names of what they came from."""
+    """State that a tensor and its views share: whether their known values still hold, and the origins of these."""
 
-    valid: bool = True  # False once an operation wrote without values
+    valid: bool = True  # False once an op wrote values that are not known
     origins: frozenset[str] = frozenset()
 
 
@@ -70,7 +70,7 @@ def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def origins_of(leaves: Iterable[Any]) -> frozenset[str]:
-    """Returns the names of what the known values of these tensors were computed from."""
+    """Returns the origins (`CHOSEN`, `BATCH`) from which the known values among these tensors were computed."""
     origins = [getattr(leaf, _SHADOW)[1].origins for leaf in leaves if isinstance(leaf, FakeTensor) and known(leaf)]
     return frozenset().union(*origins)
 
@@ -86,8 +86,8 @@ def give(
 ) -> torch.Tensor:  # fmt: skip
     """Returns the fake tensor, with these real values attached to it where they are few enough.
 
-    viewed    tensors with values that it was made of, of which it may be a view
-    origins   what the values were computed from, if not from these
+    viewed    tensors from which it was computed, of which it may be a view; their origins become its own
+    origins   the origins of the values, if not those of `viewed`
     """
     real = values.is_floating_point() or values.is_complex()
     if values.numel() <= (MOST_FLOATS if real else MOST):
@@ -102,7 +102,7 @@ def give(
 
 
 def given_to(fake: FakeMode, batch: Any) -> Any:
-    """Returns a batch as tensors without values; integers and booleans keep theirs."""
+    """Returns a batch as fake tensors; those of integers and booleans carry their values."""
 
     def convert(leaf: torch.Tensor) -> torch.Tensor:
         made = fake.from_tensor(leaf)
@@ -114,14 +114,14 @@ def given_to(fake: FakeMode, batch: Any) -> Any:
 
 @contextmanager
 def numpy_by_values() -> Iterator[None]:
-    """Context: `tensor.numpy()`, and with it `np.asarray`, of a fake tensor gives the values that are known."""
+    """Context in which `tensor.numpy()`, and so `np.asarray`, of a fake tensor returns its known values."""
     theirs = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensor, FakeTensor):
             return theirs(tensor, *args, **kwargs)
         if tensor.numel():
-            tensor.reshape(-1)[0].item()  # is noted, or refused where nobody knows it
+            tensor.reshape(-1)[0].item()  # records that values were read, or raises if they are unknown
         values = shadow(tensor)
         with _disable_current_modes():
             return (torch.empty(tensor.shape, dtype=tensor.dtype) if values is None else values).numpy().copy()
@@ -134,7 +134,7 @@ def numpy_by_values() -> Iterator[None]:
 
 
 def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
-    """Returns indices below `choices` of this shape, each about equally often, those along `dim` different."""
+    """Returns integers in [0, `choices`) of this shape, each about equally often, those along `dim` different."""
     moved = list(shape)
     width = moved.pop(dim) if shape else 1
     index = torch.arange(max(1, torch.Size(moved).numel()) * width).remainder(max(1, choices))
@@ -142,11 +142,11 @@ def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
 
 
 class Values(TorchDispatchMode):
-    """Mode that gives ops on fake tensors their values where they can be known. Enter it above the fake mode.
+    """Mode that attaches values to the results of ops on fake tensors, if known. Enter it above the fake mode.
 
-    chose   whether anything was chosen by scores without values
+    chose   whether an op chose indices by scores without values (experts, for example)
     asked   origins of the values that branches or shapes of the forward depended on
-    drawn   single random numbers were taken as their median, or drawn where it `draws` them
+    drawn   whether a single random number got a value: the median, or a random one if `draws`
     """
 
     def __init__(self, fake: FakeMode, *, draws: bool = False) -> None:
@@ -157,7 +157,7 @@ class Values(TorchDispatchMode):
 
     @property
     def assumed(self) -> bool:
-        """Whether a branch or shape depended on experts chosen by the assumption of balanced load."""
+        """Whether a branch or shape depended on indices chosen under the assumption of balanced load."""
         return CHOSEN in self.asked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -166,12 +166,12 @@ class Values(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns an op's result, with its values where they can be known."""
+        """Returns an op's result, with values attached if they can be known."""
         leaves = tensors_in((args, kwargs))
-        # a row beyond the table: a run raises, tensors without values would go on
+        # an index beyond the table raises in a run, but would go unnoticed on fake tensors
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])
-        # packing reads the lengths in C++, which no fake tensor answers
+        # packing reads the lengths in C++, which fails on fake tensors
         if func is PACK and (lengths := shadow(args[1])) is not None:
             self.asked |= origins_of([args[1]])
             with _disable_current_modes():
@@ -189,12 +189,12 @@ class Values(TorchDispatchMode):
         return out
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns an op's result without values."""
+        """Returns an op's result without values, by shape."""
         return _WITHOUT_META.get(func._overloadpacket, func)(*args, **kwargs)
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
-        """Returns an op's result, with values, where all its tensors have values or it has none (a factory)."""
-        # a draw has no value to compute; a factory of too many numbers would take too long
+        """Returns the result, with values, of an op whose tensors all have values or that takes none (a factory)."""
+        # a random op has no known values; a factory of too many elements would take too long
         if is_random(func) or (not leaves and not _makes_values(func, args)):
             return self._draw(func, args, kwargs)
 
@@ -205,9 +205,9 @@ class Values(TorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map(value_of, (args, kwargs))
         with _disable_current_modes():
             real = func(*real_args, **real_kwargs)
-            # what a message would fill, which nobody sends here: whatever the memory holds is no index
+            # an `empty` that a collective would fill stays unfilled here, and could hold indices out of range
             real = real.zero_() if func._overloadpacket in _UNFILLED else real
-        # `.item()` and the like: what Python decides by it hangs on where the values came from, which callers tell
+        # `.item()` and the like: Python may branch by the value, so its origin is recorded for the caller's notice
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
             self.asked |= origins_of(leaves)
             return real
@@ -216,7 +216,7 @@ class Values(TorchDispatchMode):
             self.asked |= origins_of(leaves)
         try:
             out = func(*args, **kwargs)
-        # shapes that hang on values: those of the real result are the answer's
+        # an op whose output shape depends on values: the real result has it
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError):
             out = pytree.tree_map(lambda t: self.fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, real)
         for made, values in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
@@ -225,8 +225,8 @@ class Values(TorchDispatchMode):
         return out
 
     def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
-        """Returns an op and its arguments, with known masks among indices replaced by the rows that they select."""
-        # how many elements it selects only the mask's values tell, which a fake tensor has not: by rows it has a shape
+        """Returns (op, args) with known masks among its indices replaced by the indices that they select."""
+        # how many elements a mask selects depends on its values; with integer indices the result has a shape
         if func is _ATEN.masked_select.default and (mask_values := shadow(args[1])) is not None:
             whole, mask = torch.broadcast_tensors(args[0], args[1])
             with _disable_current_modes():
@@ -254,7 +254,7 @@ class Values(TorchDispatchMode):
                 getattr(args[place], _SHADOW)[1].valid = False
 
     def _fill(self, packet: Any, args: tuple, out: Any) -> None:
-        """Attaches values to what `zeros_like` and its kind made of a tensor without values."""
+        """Attaches values to the result of `zeros_like` and its kind on a tensor without values."""
         place = _FILLED_WITH.get(packet)
         number = _FILLED.get(packet) if place is None else args[place]
         # a tensor without values says its shape and dtype, all that these ops read of it
@@ -263,11 +263,11 @@ class Values(TorchDispatchMode):
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns an op's result; a single drawn number has a value, on which a choice may depend (layerdrop)."""
+        """Returns a random op's or a large factory's result; a single random number has a value, for layerdrop."""
         out = func(*args, **kwargs)
-        # a number that depends on nothing: random.random() by torch's own, for layerdrop
+        # one number without tensor arguments, on which code may branch, as layerdrop does
         single = isinstance(out, FakeTensor) and out.numel() == 1 and is_random(func) and not tensors_in((args, kwargs))
-        # without known draws only rand has a value that stands for it: its median goes the usual way
+        # without `draws` only `rand` has a value that stands for it: with the median the usual branch is taken
         if single and (self.draws or func._overloadpacket is _ATEN.rand):
             with _disable_current_modes():
                 give(out, func(*args, **kwargs) if self.draws else torch.full(out.shape, MEDIAN, dtype=out.dtype))
@@ -282,7 +282,7 @@ class Values(TorchDispatchMode):
         index = out[place] if isinstance(out, tuple | list) and len(out) > place else out
         if not isinstance(index, FakeTensor) or index.dtype != torch.int64 or index.numel() > MOST:
             return
-        # the place of `dim` among the arguments; max and argmax without one choose from all elements, and are left
+        # position and default of the argument `dim`; max and argmax without one reduce all dims and are skipped
         place_of_dim, last = (2 if packet is _ATEN.topk else 1), None if packet in (_ATEN.max, _ATEN.argmax) else -1
         dim = kwargs.get("dim", args[place_of_dim] if len(args) > place_of_dim else last)
         if not isinstance(dim, int) or isinstance(dim, bool):  # a bool: `descending`, of sort's other signature
@@ -299,22 +299,22 @@ class Values(TorchDispatchMode):
 def _ctc_loss(
     scores: torch.Tensor, targets: torch.Tensor, frames: Any, lengths: Any, *more: Any, **options: Any
 ) -> Any:  # fmt: skip
-    """Returns losses (B,) and log-probabilities (B, T, 2 longest target + 1), which backward reads, without values.
+    """Returns fake losses (B,) and the log-probabilities (B, T, 2 longest target + 1) that backward reads.
 
-    Raises RuntimeError for lengths beyond what is there, as torch does.
+    `scores` (T, B, C), `frames` and `lengths` of each sample. Raises RuntimeError for longer ones, as torch does.
     """
     steps, samples, _ = scores.shape
     frames, lengths = _numbers(frames), _numbers(lengths)
     if max(frames, default=0) > steps or (targets.dim() == 2 and max(lengths, default=0) > targets.shape[1]):
         raise RuntimeError(f"ctc_loss: lengths beyond {steps} frames or targets of shape {tuple(targets.shape)}")
-    # without their values: rows of a matrix are as long as they are, and rows end to end equally long
+    # unknown lengths: padded targets (B, S) count as full, concatenated ones as equally long
     whole = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // max(1, samples))
     longest = max(lengths) if len(lengths) else whole
     return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * longest + 1)
 
 
 def _numbers(lengths: Any) -> Sequence[int]:
-    """Returns lengths that are known; none of a tensor whose values are not."""
+    """Returns lengths as a sequence of ints; [] for a tensor whose values are not known."""
     if not isinstance(lengths, torch.Tensor):
         return lengths
     values = shadow(lengths) if isinstance(lengths, FakeTensor) else lengths
@@ -331,7 +331,7 @@ _WITHOUT_META = {_ATEN._ctc_loss: _ctc_loss, _ATEN._ctc_loss_backward: _ctc_loss
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:
-    """Raises IndexError where a known index exceeds the table's rows, as a run would (positions beyond the learned)."""
+    """Raises IndexError, as a run would, if a known index exceeds the table's rows (a position beyond the last)."""
     values = shadow(index) if isinstance(index, FakeTensor) else None
     if values is not None and values.numel():
         with _disable_current_modes():
@@ -344,7 +344,7 @@ _FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, 
 
 
 def _makes_values(func: Any, args: tuple) -> bool:
-    """Whether an operation is a factory of at most `MOST` numbers, whose values are kept."""
+    """Whether an op is a factory of at most `MOST` elements, whose values are computed."""
     if func._overloadpacket not in _FACTORIES:
         return False
     sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
@@ -352,7 +352,7 @@ def _makes_values(func: Any, args: tuple) -> bool:
 
 
 def known_values_read() -> AbstractContextManager[None]:
-    """Context: the host reads the values of tensors where they are known, and asks the tensors themselves else."""
+    """Context in which `shardwise.host` reads tensors' known values, or the tensors themselves if unknown."""
 
     def answer(tensor: torch.Tensor, what: str) -> Any:
         values = shadow(tensor)
@@ -366,14 +366,14 @@ def known_values_read() -> AbstractContextManager[None]:
 
 @contextmanager
 def as_real() -> Iterator[None]:
-    """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
+    """Context for a forward on fake tensors in which library code reads known values and torch logs no failures."""
     with unlogged(), padding_by_values(), numpy_by_values():
         yield
 
 
 @contextmanager
 def unpadded() -> Iterator[None]:
-    """Context for the forward of a module that is made: transformers' masks, which read values, see input unpadded."""
+    """Context in which transformers' mask functions, which read values, take input as unpadded and not packed."""
     # what no module has imported is not imported here: it takes a second
     masks, kept = sys.modules.get("transformers.masking_utils"), {}
     for name, value in (("find_packed_sequence_indices", lambda *a, **k: None), ("is_tracing", lambda *a, **k: False)):
@@ -389,9 +389,9 @@ def unpadded() -> Iterator[None]:
 
 @contextmanager
 def values(fake: FakeMode, *, draws: bool = False) -> Iterator[Values]:
-    """Context: the fake mode with `Values` above it; yields that.
+    """Context that enters `fake` and a `Values` above it; yields the `Values`.
 
-    draws  single random numbers get drawn values; else one of `rand` has its median, and others have none
+    draws  whether single random numbers get random values; else one of `rand` gets its median, and others none
     """
     mode = Values(fake, draws=draws)
     with fake, mode:
@@ -402,7 +402,7 @@ PACK = torch.ops.aten._pack_padded_sequence.default
 
 
 def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns (sequences at each time, rows in all) for lengths in descending order.
+    """Returns (int64 tensor: sequences running at each time step, elements in all) for descending `lengths`.
 
     Raises ValueError for a length of 0, or without lengths.
     """
@@ -414,7 +414,7 @@ def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @contextmanager
 def padding_by_values() -> Iterator[None]:
-    """Context: `pad_packed_sequence` works on fake tensors whose row counts for each time step are known."""
+    """Context in which `pad_packed_sequence` works on fake data if the batch size of each time step is known."""
     name = "_pad_packed_sequence"
     theirs = getattr(torch._VF, name)
 
@@ -436,13 +436,13 @@ def padding_by_values() -> Iterator[None]:
 
 
 def _padded(rows: torch.Tensor, sizes: list[int], batch_first: bool, value: float, total: int) -> torch.Tensor:
-    """Returns packed rows as (times, sequences, ...), or batch first, filled up with `value`."""
+    """Returns packed data as (max(`total`, times), sequences, ...), or batch first, filled up with `value`."""
     if 0 < total < len(sizes):
         raise ValueError(f"total_length={total} is less than the longest sequence, {len(sizes)}")
     out = rows.new_full((max(total, len(sizes)), sizes[0], *rows.shape[1:]), value)
     began = at = 0
     for time, size in enumerate([*sizes[1:], 0], start=1):
-        if size != sizes[began]:  # a stretch of times that as many sequences have
+        if size != sizes[began]:  # the time steps with equally many sequences, copied as one block, end here
             many = sizes[began] * (time - began)
             stretch = rows[at : at + many].view(time - began, sizes[began], *rows.shape[1:])
             out[began:time, : sizes[began]].copy_(stretch)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what is met
-_NESTS = frozenset((tuple, list, dict))  # of which empty ones are passed by
+_NESTS = frozenset((tuple, list, dict))
 
 
 def tensors_in(tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list[Any]:
@@ -26,7 +26,7 @@ def tensors_in(tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list[
 
 
 def _gather(nest: Any, kind: type | tuple[type, ...], tensors: list[Any]) -> None:
-    """Add the leaves of class `kind` in a nested container to `tensors`."""
+    """Appends the leaves of class `kind` in a nested container to `tensors`."""
     if isinstance(nest, dict):
         nest = nest.values()
     elif not isinstance(nest, tuple | list):
@@ -44,7 +44,7 @@ def _gather(nest: Any, kind: type | tuple[type, ...], tensors: list[Any]) -> Non
 
 
 def replaced(kind: type | tuple[type, ...], make: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns the same tree with `make(leaf)` in the place of each leaf of `kind` (a tensor, say)."""
+    """Returns the same nested tuples, lists and dicts, with `make(leaf)` in place of each leaf of class `kind`."""
     if isinstance(tree, kind):
         return make(tree)
     # a tensor of another kind is a leaf; some could be iterated over
@@ -65,14 +65,14 @@ def replaced(kind: type | tuple[type, ...], make: Callable[[Any], Any], tree: An
 
 
 def _with_names(original: tuple, leaves: list) -> tuple:
-    """Returns a tuple of the same class, named fields included (`torch.max(x, 0).values`), with other leaves."""
+    """Returns a tuple of the class of `original`, named or not (`torch.max(x, 0).values`), with these leaves."""
     # a named tuple has `_make`; those that torch returns take one sequence instead
     made: Any = getattr(original, "_make", type(original) if hasattr(original, "n_fields") else tuple)
     return made(leaves)
 
 
 def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Returns the tensors among the arguments that the op writes, by its schema."""
+    """Returns the tensors among the arguments into which the op writes, by its schema."""
     written: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -83,13 +83,13 @@ def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 @cache
 def written(func: Any) -> list[int]:
-    """Returns the places of the arguments into which an op writes; cached, since schemas are slow to read."""
+    """Returns the positions of the arguments into which an op writes; cached, since schemas are slow to read."""
     alias_infos = [argument.alias_info for argument in func._schema.arguments]
     return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
 
 
 def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Returns running statistics that the op writes and its schema keeps silent about, as torch's batch norm does."""
+    """Returns the running statistics that an op writes although its schema does not say so (batch norm); else []."""
     names, statistics = _statistics(func)
     if not statistics:
         return []
@@ -99,7 +99,7 @@ def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 @cache
 def _statistics(func) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns (argument names, those of running statistics that the op writes though its schema does not say so)."""
+    """Returns (all argument names, names of running statistics that the op writes without its schema saying so)."""
     names = tuple(argument.name for argument in func._schema.arguments)
     silent = "training" in names and not func._schema.is_mutable
     return names, tuple(name for name in names if silent and name.startswith("running_"))

@@ -21,7 +21,7 @@ from shardwise.trace.tape import storage_key
 
 @contextmanager
 def parameters_put() -> Iterator[set[int]]:
-    """Context: yields the ids of the parameters that are put into modules while it is open."""
+    """Context that yields a set, to which the ids of all parameters registered in modules meanwhile are added."""
     new: set[int] = set()
     handle = register_module_parameter_registration_hook(lambda module, name, param: new.add(id(param)))
     try:
@@ -31,9 +31,10 @@ def parameters_put() -> Iterator[set[int]]:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Returns a copy of a module in which tensors by id are those of `memo`. `InputError` where it cannot be copied.
+    """Returns a deep copy of a module. `memo`: id of a tensor -> the tensor that the copy holds in its place.
 
-    A gradient that comes to a weight of the module itself from now on is an error: the loss reads it.
+    A gradient that reaches a weight of `module` itself from now on raises `InputError`: the loss reads that weight,
+    which is not trained. Raises `InputError` if the module cannot be copied.
     """
     try:
         made = copy.deepcopy(module, memo)
@@ -49,12 +50,12 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def is_watched(param: torch.Tensor) -> bool:
-    """Returns whether the only hooks on a weight's gradient are that of `copied`."""
+    """Whether the only hook on a weight's gradient is the one that `copied` has set."""
     return [*(param._backward_hooks or {}).values()] == [_refuse_gradient]
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:
-    """Raise `InputError`: a weight got a gradient that is not trained."""
+    """Raises `InputError`, because a weight got a gradient whose copy is trained in its place."""
     raise InputError(
         "the loss reads weights of a module that was there before Task.model was called; a copy of it is trained, so "
         "that these would not be: build the module in Task.model (model=Net), and let it return what the loss needs of "
@@ -63,9 +64,9 @@ def _refuse_gradient(gradient: torch.Tensor) -> None:
 
 
 def stand_ins(tensors: Iterable[torch.Tensor], large: int | None) -> dict[int, torch.Tensor]:
-    """Returns id of a tensor -> one like it in new memory; tensors of one memory share the new one too.
+    """Returns id of a tensor -> a copy; tensors on one storage have copies on one new storage.
 
-    large   bytes from which it has no values, since they are made later; None: all have them
+    large   bytes of a storage from which its copy gets no values, since they are made later; None: all get values
     """
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}

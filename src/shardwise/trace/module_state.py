@@ -1,10 +1,10 @@
-"""Keep what a forward may change in a module (buffers, attributes, hooks) or its arguments, to put it back.
+"""Save what a forward may change in a module (buffers, attributes, hooks) or its arguments, and restore it.
 
-A forward that runs more often than one process would run it (a look at a few samples, recompute in backward) must
-leave counters, running statistics and lists as if it had not. Hooks that it adds go with the attribute that says so:
-otherwise the next forward, which finds no such attribute, would add them a second time. So do children that it makes.
+A forward that runs more often than in one process (on a few samples before the first step, or again in backward for
+recompute) must leave counters, running statistics and lists as if it had not run. Hooks and children that it adds are
+removed too, since the attribute that records them is restored, and the next forward would add them a second time.
 
-What containers and objects of a class of one's own hold is kept to any depth, tensors that are written to among it.
+Containers and objects of the user's classes are saved to any depth, in-place writes to tensors in them included.
 
 What lies outside the module and is reached by its code is kept by `trace/outside_state`.
 
@@ -35,7 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CON
 
 
 def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Returns (module, table) for each module's buffers, children, parameters and attributes."""
+    """Returns (module, dict) for each module's dicts of buffers, children, parameters and attributes."""
     tables: list[tuple[nn.Module, dict[str, Any]]] = []
     for child in module.modules():
         tables += [(child, table) for table in (child._buffers, child._modules, child._parameters, vars(child))]
@@ -52,6 +52,7 @@ def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
+    """Returns the keys of a table that are state; of attributes those of plain values and of the user's objects."""
     if table is not vars(child):
         return list(table)
     return [key for key, value in table.items() if key not in _OWN and (isinstance(value, _PLAIN) or is_own(value))]
@@ -60,25 +61,25 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Returns (table, key) of each entry that a forward may change; of children and parameters those that are None.
 
-    Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
+    Others are exchanged by FSDP2 alone, and what it puts there has to stay.
     """
     empty = table is child._modules or table is child._parameters
     return [(table, key) for key in _keys(child, table) if not empty or table[key] is None]
 
 
 def kept_in(child: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Returns (table, key) of each entry of one module, its children's left out, that a forward may change."""
+    """Returns (table, key) of each entry of `child` itself, without its submodules, that a forward may change."""
     tables = (child._buffers, child._modules, child._parameters, vars(child))
     return [place for table in tables for place in _kept_in(child, table)]
 
 
 class ModuleState:
-    """A module's buffers and plain attributes as they are now, to compare with and to put back.
+    """A module's buffers, plain attributes and hooks as they are now, to compare with and to restore.
 
-    only       limits it to what `changed` returned earlier
-    by_value   compare the values of tensors too: torch's batch norm writes running statistics without a note of it
-    functions  of the user's, that run with the module and may change what lies outside it (a loss)
-    reached    what they and the module's code reach, where it was looked up in this very state before
+    only       the (table, key) places that `changed` returned earlier, to save these alone; None: all
+    by_value   whether tensors' values are compared too: torch's batch norm does not advance `_version`
+    functions  the user's functions that run with the module (a loss) and may change what lies outside it
+    reached    what these and the module's code reach, if that is known already
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class ModuleState:
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
         self.outside = None if only is not None else outside_now(reached or Reached(module, functions))
-        # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
-        # counts as changed from then on
+        # `only` has what a first forward changed, perhaps batch norm's statistics, whose version does not tell: so all
+        # of it counts as changed
         self._by_value, self._all = by_value, by_value and only is not None
         self.tables = _tables(module) if only is None else []
         places = [place for child, table in self.tables for place in _kept_in(child, table)] if only is None else only
@@ -98,7 +99,7 @@ class ModuleState:
         self._hooks = [(hooks, set(hooks)) for hooks in (_hooks(module) if only is None else ())]
 
     def changed(self) -> list[tuple[dict[str, Any], str]]:
-        """Returns (table, key) of everything that differs from the state noted."""
+        """Returns (table, key) of each entry that differs from the saved state or is new."""
         places = [
             (table, key)
             for table, key, value, copied in self._kept
@@ -110,8 +111,8 @@ class ModuleState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Context: what has changed has its old values inside, tensors in other memory; afterwards it is put back."""
-        # what was absent and is there now is taken out inside: a forward may ask whether it is there
+        """Context in which changed entries have their saved values (tensors as clones); afterwards the present ones."""
+        # entries that are new are taken out inside, since a forward may ask whether they are there
         places = self.changed() + [(table, key) for table, key in self._absent if key in table]
         now = [(table, key, table[key]) for table, key in places if key in table]
         kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}
@@ -139,7 +140,7 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back: the same objects, with the values they had."""
+        """Restores everything: the same objects, with the values that they had."""
         if self._caches is not None:
             self._caches.restore()
         if self.outside is not None:
@@ -157,7 +158,7 @@ class ModuleState:
         for table, key, value, copied in self._kept:
             table[key] = value
             if isinstance(value, torch.Tensor) and copied is not None:
-                if value._version != copied[1] or _written(value, copied):  # by `.data` nothing is noted
+                if value._version != copied[1] or _written(value, copied):  # a write by `.data` advances no version
                     value.copy_(copied[0])
             elif isinstance(copied, PassedState):
                 copied.restore()
@@ -166,16 +167,17 @@ class ModuleState:
 
 
 def outside_now(reached: Reached) -> OutsideState:
-    """Returns what lies outside a module and its code may change, as it is now, to be put back."""
+    """Returns the present state of what a module's code may change outside the module, with `restore()`."""
     return OutsideState(reached, partial(PassedState, written=True, outside=set()))
 
 
 class PassedState:
     """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
 
-    written   notice tensors among them that are written to in place too, and no objects of torch's classes
-    outside   of what lies outside the module, ids of what is kept already. Large tensors and containers are data, left
-              as they are (`MOST`), and so is what lies behind the first `DEEP` objects: a logger holds half a program
+    written   whether in-place writes to tensors in them are noticed too; objects of torch's classes are then left out
+    outside   for state outside a module: ids of what is saved already, extended by what this one saves. Left as they
+              are, as data, are then tensors and containers above `MOST`, and all beyond the first `DEEP` objects, since
+              a logger holds half a program. None: no limits
     """
 
     def __init__(self, *values: Any, written: bool = False, outside: set[int] | None = None):
@@ -189,13 +191,14 @@ class PassedState:
             outside |= self._seen
 
     def _is_data(self, value: Any) -> bool:
+        """Whether `value` is left as it is: outside a module, if it is large, saved already, or beyond a limit."""
         known = self._outside
         if known is None:
             return False
         return id(value) in known or len(self._seen) >= DEEP or len(known) >= ALL or _size(value) > MOST
 
     def _keep(self, value: Any) -> None:
-        """Notes a value's contents, and those of all that it holds, but for large data and objects of other kinds."""
+        """Saves the contents of `value` and of all that it holds, except large data and objects of other kinds."""
         if self._is_data(value):
             return
         # one tensor once, whatever holds it
@@ -205,7 +208,7 @@ class PassedState:
         # modules, classes and functions are code, and tensors were noted above
         if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
             return
-        # an object of torch's is not a forward's to take apart
+        # an object of torch's classes may hold internals that must not be put back
         if self._written and not isinstance(value, (tuple, *_CONTAINERS)) and not is_own(value):
             return
         self._seen.add(id(value))
@@ -218,12 +221,12 @@ class PassedState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
+        """Context in which the objects have their saved contents; afterwards they have their present ones again."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
         # only tensors that were written since: the others are the same objects still
         old = {id(tensor): clone for tensor, clone, version in self._tensors if tensor._version != version}
         for table, contents in self._tables:
-            # a tensor that was written keeps its new values, and its copy stands in its place meanwhile
+            # a written tensor keeps its new values; its container holds a clone of the saved ones meanwhile
             _refill(table, _replaced(contents, old) if old else contents)
         try:
             yield
@@ -232,12 +235,12 @@ class PassedState:
                 _refill(table, contents)
 
     def changed(self) -> bool:
-        """Whether any object or container differs from its recorded contents."""
+        """Whether any object, container or tensor differs from what was saved."""
         tables = any(_differs(table, table, contents) for table, contents in self._tables)
         return tables or any(tensor._version != version for tensor, _, version in self._tensors)
 
     def restore(self) -> None:
-        """Put everything back: the same objects, with the values they had."""
+        """Restores everything: the same objects, with the values that they had."""
         for table, contents in self._tables:
             _refill(table, contents)
         for tensor, clone, version in self._tensors:
@@ -246,19 +249,19 @@ class PassedState:
 
 
 def _size(value: Any) -> int:
-    """Returns how many elements a tensor has, or entries a container; 0 of anything else."""
+    """Returns the number of a tensor's elements or a container's entries; 0 for anything else."""
     return value.numel() if isinstance(value, torch.Tensor) else entries(value) if isinstance(value, _CONTAINERS) else 0
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor with memory for each element, and no weight (recurrent layers list theirs)."""
+    """Whether `value` is a tensor, no parameter, each of whose elements has memory of its own (no expanded view)."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return False
     return value.layout is not torch.strided or 0 not in value.stride()
 
 
 def _replaced(contents: Any, old: dict[int, torch.Tensor]) -> Any:
-    """Returns a copy of a container with clones of `old` values in the place of tensors, by their ids."""
+    """Returns a copy of a container in which each tensor whose id is in `old` is a clone of `old[id]`."""
     made = _copy_of(contents)
     if isinstance(made, dict):
         made.update({key: old[id(item)].clone() for key, item in contents.items() if id(item) in old})
@@ -270,7 +273,7 @@ def _replaced(contents: Any, old: dict[int, torch.Tensor]) -> Any:
 
 
 def _refill(table: Any, contents: Any) -> None:
-    """Refills a container by the methods of list, dict, set or deque: its own class may refuse (a frozen config)."""
+    """Gives a container these contents by methods of list, dict, set or deque; its own may refuse (frozen)."""
     if not _differs(table, table, contents):
         return
     kind: Any = _kind(table)
@@ -283,7 +286,7 @@ def _refill(table: Any, contents: Any) -> None:
 
 
 def _kind(value: Any) -> type:
-    """Returns which of Python's containers a value is an instance of."""
+    """Returns which of OrderedDict, list, dict, set and deque a value is an instance of."""
     return next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(value, kind))
 
 
@@ -304,7 +307,10 @@ def _copy_of(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Returns what a value is compared with and restored by: of a tensor (copy, version), else its contents."""
+    """Returns what `value` is compared with and restored from.
+
+    A tensor: (clone, version); a generator: its state; a container or a user's object: a `PassedState`; else None.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
     if isinstance(value, KINDS):
@@ -314,7 +320,7 @@ def _copied(value: Any) -> Any:
 
 
 def _written(value: Any, copied: Any) -> bool:
-    """Whether a tensor has other values than its copy; True of tensors without values, False of sparse ones."""
+    """Whether a tensor's values differ from its copy. True for fake and meta tensors; False for sparse ones."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:  # torch compares no sparse ones
         return False
     # without values there is nothing to compare, and to copy them back costs nothing
@@ -322,17 +328,17 @@ def _written(value: Any, copied: Any) -> bool:
 
 
 def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
-    """Returns what stands in for an entry: a copy of a tensor that was written to, else the value itself."""
+    """Returns what an entry holds meanwhile: a clone of a tensor that was written to (or `always`), else `value`."""
     if isinstance(value, torch.Tensor):
         if value._version == copied[1] and not always:
             return value
-        with _disable_current_modes():  # selective recompute counts ops, and this is none of the module's
+        with _disable_current_modes():  # selective recompute counts the module's ops, of which this is none
             return copied[0].clone()
     return value
 
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:
-    """Whether an entry is another object than `value`, or `value` has other contents than when it was `copied`."""
+    """Whether an entry is now another object than `value`, or `value` has other contents than in `copied`."""
     # another object is another value, whatever it holds
     if now is not value:
         return True
@@ -345,7 +351,7 @@ def _differs(now: Any, value: Any, copied: Any) -> bool:
     if isinstance(value, KINDS):
         return state_of(value) != copied
     if isinstance(value, dict):
-        # by the methods of dict: a class of its own may make something new at each access (transformers' ACT2FN)
+        # by the methods of dict, since a subclass may make a new object at each access (transformers' ACT2FN)
         kept = list(dict.items(copied))
         return list(value) != [key for key, _ in kept] or any(dict.get(value, key) is not item for key, item in kept)
     if isinstance(value, list | deque):

@@ -1,4 +1,4 @@
-"""`Recorder`: a dispatch mode that numbers tensors and writes a forward's operations down. Used by trace/recorded."""
+"""`Recorder`: a dispatch mode that numbers tensors and records a forward's operations. Used by trace/recorded."""
 
 from __future__ import annotations
 
@@ -28,55 +28,59 @@ ELEMENT_COST = 50.0  # floating-point operations in the time that one element of
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that numbers tensors and appends each operation to `ops`.
+    """Dispatch mode that numbers tensors and appends each operation to `ops`; attributes as in `Flow` (trace/flow).
 
-    parameters, buffers  id of the tensor that the forward runs on -> the id by which the flow tells of it
+    parameters, buffers  id of the tensor that the forward runs on -> id under which the flow records it
+    earlier              recorders of the forwards before this one, whose tensors this one may find
     """
 
     def __init__(self, parameters: dict[int, int], buffers: dict[int, int], earlier: Sequence[Recorder] = ()):
         super().__init__()
-        self.earlier = earlier  # of the forwards before, whose tensors this one may find
+        self.earlier = earlier
         self.carried: dict[int, tuple[int, int]] = {}
         self.time = 0
         self.ops: list[FlowOp] = []
-        self.made: list[int] = []  # by number, as the lists below: `Flow` says what they hold
+        self.made: list[int] = []  # lists are by tensor number
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
-        self.sized: set[int] = set()  # tensors of which the size depends on values that depend on parameters
+        self.sized: set[int] = set()  # tensors whose size depends on values that depend on parameters
         self.last_use: list[int] = []
         self.overwritten: dict[int, int] = {}  # number -> time of the write that gave the tensor another number
-        self.rewrites: list[dict[int, int]] = []  # of each write: tensors on one memory, and their numbers afterwards
+        self.rewrites: list[dict[int, int]] = []  # per write: old -> new numbers of the tensors on that storage
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
-        self.alive: list[Any] = []  # tensors, so that no id or storage is given again
+        self.alive: list[Any] = []  # all tensors met, so that no id or storage is reused
         self.taken: list[Taken] = []
         self.backwards: list[int] = []
-        self.differentiating = False
-        self.stateful: set[int] = set()  # ids of parameters and buffers into which something was written
+        self.differentiating = False  # whether a backward that the forward runs is in progress
+        self.stateful: set[int] = set()  # ids of parameters and buffers into which an op has written
         self.is_parameter, self.is_buffer = parameters, buffers
         self.parameters: dict[int, int] = {}  # number -> id of the parameter, as for buffers
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Returns the tensor's number; one not met before was there at the start, or lies on a known storage."""
+        """Returns the number of `tensor`.
+
+        One not met before gets that of another tensor on its storage, or a new one, as made before the forward.
+        """
         tensor = innermost(tensor)
         number = self.number_of.get(id(tensor))
         if number is not None:
             return number
         others = self.on_storage.get(_storage(tensor))
         if others:
-            # another tensor object on the same memory, which no operation made (`x.data`)
+            # another tensor object on the same storage, which no operation made (`x.data`)
             self.number_of[id(tensor)] = self.number_of[others[-1]]
             self._keep(tensor)
             return self.number_of[id(tensor)]
         number = self._new(tensor, made=-1, depends=id(tensor) in self.is_parameter, drawn=False)
-        # a forward before this one has made it and left it behind; parameters are there in any case
+        # a tensor that an earlier forward made and left in the module; parameters exist anyway
         if (source := self._source(tensor)) is not None and number not in self.parameters:
             self.carried[number] = source
         return number
 
     def _source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Returns (index of the earlier forward that made a tensor, its number there), or None."""
+        """Returns (index of the earlier forward that made `tensor`, its number there); None if none did."""
         for which, recorder in reversed(list(enumerate(self.earlier))):
             number = recorder.number_of.get(id(tensor))
             if number is None and (others := recorder.on_storage.get(_storage(tensor))):
@@ -86,7 +90,12 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
-        """Returns a new number for a tensor made at time `made` (-1: there at the start)."""
+        """Gives `tensor` the next number and returns it.
+
+        made     time at which an op made it; -1 if before the forward
+        depends  whether it depends on a parameter
+        drawn    whether it depends on a random number and on no parameter
+        """
         number = len(self.made)
         self.made.append(made)
         self.depends.append(depends)
@@ -110,8 +119,8 @@ class Recorder(TorchDispatchMode):
         reads = [self.number(tensor) for tensor in inputs]
         output = func(*args, **kwargs)
         self.time += 1
-        # a gradient that the forward takes itself reads what the forward made
-        if not self.differentiating:  # a backward's reads are no uses: a stage does it where its forward was
+        # reads in a backward of the forward's own do not count as uses, since it runs on the stages of its forward
+        if not self.differentiating:
             self.use(reads)
         outputs = tensors_in(output)
         depends = any(self.depends[number] for number in reads)
@@ -124,11 +133,11 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._note_state(makes)
         for tensor in outputs:
-            # what an operation writes into is given another number above
+            # a written argument has got its new number above
             if not any(tensor is argument for argument in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
                 makes.append(made)
-                # its size follows from values that depend on parameters, or from the size of such a tensor
+                # the size depends on parameters' values directly, or through an input that is `sized`
                 if (depends and hangs) or self._takes_its_size(tensor, inputs, reads):
                     self.sized.add(made)
         cost = _cost(func, args, kwargs, output, outputs)
@@ -143,14 +152,14 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _takes_its_size(self, made: torch.Tensor, inputs: list[torch.Tensor], reads: list[int]) -> bool:
-        """Whether a result has a size that depends on values, from an input that has one, and not another's shape."""
+        """Whether the size of the result `made` comes from a `sized` input: no other input has the same shape."""
         if not made.dim() or self.sized.isdisjoint(reads):
             return False
         pairs = zip(inputs, reads, strict=True)
         return not any(tensor.shape == made.shape for tensor, number in pairs if number not in self.sized)
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Record `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
+        """Records `tensor.data = value`, which is no op: the tensor lies in the storage of `value` from now on."""
         read = self.number(value)
         self.time += 1
         self.use([read])
@@ -161,17 +170,20 @@ class Recorder(TorchDispatchMode):
         self.ops.append(FlowOp(self.time, (read,), (new,), 0.0, False, False, False, self.differentiating))
 
     def _note_state(self, made: Iterable[int]) -> None:
-        """Note which parameters and buffers got new contents under these numbers."""
+        """Adds to `stateful` the parameters and buffers among the numbers `made`, which were written."""
         self.stateful.update(table[n] for n in made for table in (self.parameters, self.buffers) if n in table)
 
     def use(self, numbers: Iterable[int]) -> None:
-        """Note that tensors of these numbers are used now."""
+        """Records that the tensors of these numbers are used now."""
         for number in numbers:
             self.last_use[number] = self.time
 
     @contextmanager
     def take(self, own: OwnCalls, args: tuple, kwargs: dict) -> Iterator[None]:
-        """Context: the forward takes a gradient, `torch.autograd.grad(*args, **kwargs)`."""
+        """Context in which the forward takes a gradient by `torch.autograd.grad(*args, **kwargs)`; adds to `taken`.
+
+        `own`: follows the calls of torch functions; none is noted inside.
+        """
         names = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | kwargs
         inputs = listed(names.get("inputs"))
         plain = all(isinstance(tensor, torch.Tensor) for tensor in inputs) and not names.get(SEVERAL_AT_ONCE)
@@ -179,7 +191,7 @@ class Recorder(TorchDispatchMode):
         self.use(map(self.number, tensors_in((args, kwargs))))
         start, self.differentiating = self.time, True
         try:
-            # what runs again inside (recompute) is no call of the forward's
+            # module code that runs again inside (recompute) makes no calls of the forward
             with own.inside(None):
                 yield
         finally:
@@ -190,8 +202,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def take_otherwise(self, *_unused: Any) -> Iterator[None]:
-        """Context: the forward runs a backward by other means (`loss.backward()`), which stages cannot share."""
-        if self.differentiating:  # the engine's run of a gradient that `take` has noted
+        """Context in which the forward runs `loss.backward()` or the like, which stages cannot share (`backwards`)."""
+        if self.differentiating:  # this backward belongs to a gradient that `take` records
             yield
             return
         self.time += 1
@@ -204,7 +216,10 @@ class Recorder(TorchDispatchMode):
         self.backwards.append(start)
 
     def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
-        """Renumbers all tensors on a storage that was written to; returns the new numbers."""
+        """Gives all tensors on the storage of `tensor`, into which an op wrote, new numbers; returns these.
+
+        depends, drawn  whether what was written depends on a parameter, or on a random number
+        """
         fresh = []
         renumbered: dict[int, int] = {}
         for other in self.on_storage.get(_storage(tensor), []):
@@ -217,7 +232,7 @@ class Recorder(TorchDispatchMode):
                 self.depends.append(depends or self.depends[old])
                 self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
                 self.last_use.append(-1)
-                # after a write its size is still that which values decided
+                # a write does not change the size
                 if old in self.sized:
                     self.sized.add(renumbered[old])
                 for table in (self.parameters, self.buffers):
@@ -229,12 +244,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Returns a key that tensors on the same storage share; of a sparse tensor its own id."""
+    """Returns a key that tensors on the same storage share; for a sparse tensor its own id."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
-    """Returns an op's cost: its FLOPs, plus `ELEMENT_COST` for each element of the result."""
+    """Returns an op's cost in FLOPs, plus `ELEMENT_COST` for each element of a result that is no view."""
     elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
     flops = 0.0
     if func._overloadpacket in _ATTENTION:  # torch 2.11 counts none whose keys have fewer heads

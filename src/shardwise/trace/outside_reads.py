@@ -1,4 +1,4 @@
-"""What keeps a module from being a unit of zero=3: weights that are read while it does not run, arguments written."""
+"""Find what keeps a module from being a unit of zero=3: weights read outside its forward, and arguments written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardwise.trace.tape import storage_key, tensors_in
 
 
 def set_training(module: nn.Module, training: bool) -> nn.Module:
-    """Returns the module, put into train or eval mode. Collective under zero=3.
+    """Puts the module into train mode (`training`) or eval mode and returns it. Collective under zero=3.
 
-    A `train` of a module's own may read weights (a table made for eval mode), of which a rank holds a shard; where all
-    are in that mode it is not called, since it may be something else (a loop over batches).
+    A module's own `train` may read weights (a table made for eval mode), of which a rank holds a shard, so they are
+    gathered. It is not called if all modules are in that mode, since a method of that name may be a training loop.
     """
     if all(child.training == training for child in module.modules()):
         return module
@@ -30,14 +30,15 @@ def set_training(module: nn.Module, training: bool) -> nn.Module:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Mode that gives operations whole values of weights read outside their unit's forward; notes the units in `units`.
+    """Mode that gathers a weight for ops that read it outside its unit's forward; adds that unit's path to `units`.
 
-    module   units are sharded by `FullShard`; none of them runs now
-    gather   the whole values of a weight
-    units    their paths, as they are found: their parameters belong into what encloses them
+    module   the model, whose units are sharded by `FullShard`; none of them runs now
+    gather   returns a weight's unsharded value
+    units    paths of the units found: their parameters must move to the enclosing unit
+    root     whether reads of the root unit's weights count too, as they do if the root does not run either
 
-    Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
-    unit holds is left alone, since nothing encloses it, unless `root`: where the root does not run either.
+    Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. The root unit's
+    weights are left alone by default, since no unit encloses it.
     """
 
     def __init__(
@@ -51,15 +52,16 @@ class OutsideReads(TorchDispatchMode):
         for path, child in module.named_modules():
             above = unit_of.get(id(child), "")
             own = path if isinstance(child, FSDPModule) else above
-            unit_of |= {id(inner): own for inner in child.children()}  # which come after it
+            unit_of |= {id(inner): own for inner in child.children()}  # `named_modules` yields children later
             params = child._parameters.values() if own or root else ()
             self._sharded |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
 
     def __enter__(self) -> OutsideReads:
-        # a function of autograd's own gets its arguments past the dispatcher, so no operation shows that it reads them
+        # `Function.apply` passes its arguments around the dispatcher, so no op shows that it reads them
         kept = self._apply = Function.__dict__["apply"]
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its backward gives gradients of what it was given
+        # the arguments are not gathered, since the function's backward returns gradients for what it was given
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             self.units |= {self._sharded[id(arg)][1] for arg in args if id(arg) in self._sharded}
             return kept.__func__(cls, *args, **kwargs)
 
@@ -76,7 +78,7 @@ class OutsideReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def answered(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns an operation's arguments with each sharded weight whole; notes the units of those."""
+        """Returns an op's (args, kwargs) with each sharded weight gathered; adds the weights' units to `units`."""
         return replaced(DTensor, self._whole, (args, kwargs))
 
     def _whole(self, leaf: DTensor) -> torch.Tensor:
@@ -87,14 +89,14 @@ class OutsideReads(TorchDispatchMode):
 
 
 class ArgumentWrites:
-    """Collects in `paths` the modules whose forward writes into a tensor among its own arguments."""
+    """Collects in `paths` the modules during whose forward an op writes into a tensor among their arguments."""
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
         self._running: list[tuple[nn.Module, str, dict[int, Any]]] = []  # module, path, storages of its arguments
 
     def watch(self, model: nn.Module) -> None:
-        """Follow the forwards of all modules inside a model."""
+        """Registers hooks that follow the forwards of all modules inside a model."""
         for path, child in model.named_modules():
             if path:
                 child.register_forward_pre_hook(
@@ -124,9 +126,9 @@ class ArgumentWrites:
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
-    """Returns key -> storage of strided tensors; sparse and nested ones, which have several storages, are left out.
+    """Returns key -> storage of the strided tensors; sparse and nested ones, with several storages, are left out.
 
-    They are held: an argument may be given other memory, and what it had would be another tensor's, under one key.
+    The storages are held, since a freed one's key could be given to another tensor's storage.
     """
     # of a DTensor the local shard is written; a wrapper of `torch.func` has no storage of its own
     plain = (innermost(tensor._local_tensor if isinstance(tensor, DTensor) else tensor) for tensor in tensors)

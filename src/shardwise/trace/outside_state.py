@@ -1,4 +1,4 @@
-"""Keep what a forward may change outside its module: globals, closures, default arguments, attributes of classes.
+"""Save and restore what a forward may change outside its module: globals, closures, defaults, class attributes.
 
     COUNT = [0]                                        a list of the file's own
     class Net(nn.Module):
@@ -6,12 +6,12 @@
         def forward(self, x):
             COUNT[0] += 1; type(self).seen += 1        neither is in the module
 
-What the code of a module's classes and hooks names is looked up, and what functions that are named there name. A name
-that the code assigns is kept with its value; of containers and objects of the user's own classes, what they hold.
+The names in the code of a module's classes and hooks are looked up, and so are those in functions found there. A
+name that code assigns is saved with its value; of containers and objects of the user's classes, what they hold.
 
-What this does not do: follow code that is named by a string, files of torch's, Python's and our own, what C code
-keeps, containers and tensors of more than `MOST` entries, which are data, and more than `DEEP` objects behind one name
-(`ALL` behind all).
+What this does not do: follow code that is named by a string, files of torch, Python and shardwise, state in C code,
+containers and tensors of more than `MOST` entries, which are data, and more than `DEEP` objects behind one name
+(`ALL` behind all names).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _OTHERS = ("torch", "shardwise", "numpy", "builtins", "functools", "threading", 
 
 
 def is_own(value: Any) -> bool:
-    """Whether a value is an object with attributes, of a class of the user's; not a module, a thread or a callable."""
+    """Whether a value is an object with attributes, of a class of the user's; no module, thread or callable."""
     kind = type(value)
-    # a thread changes what it holds by itself, at times of its own: no forward did, and ranks would differ
+    # a thread changes its own state at any time, which no forward did and which differs between ranks
     if isinstance(value, nn.Module | type | Thread) or kind.__module__.partition(".")[0] in _OTHERS or callable(value):
         return False
     return isinstance(getattr(value, "__dict__", None), dict)
@@ -56,12 +56,13 @@ Place = tuple[Any, str]  # (a file's names, a class or a closure's cell; the nam
 
 @lru_cache(maxsize=4096)
 def _own(module_name: Any) -> bool:
+    """Whether a module of this name is the user's: not of torch, shardwise, numpy or the standard library."""
     return str(module_name).partition(".")[0] not in _FOREIGN
 
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns (names that code uses, functions inside it included; those of them that it assigns or deletes)."""
+    """Returns (names that code uses, names that it assigns or deletes), functions defined in it included."""
     used, assigned = set(code.co_names), set(_assigned(code))
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         used_inside, assigned_inside = _names(inner)
@@ -71,7 +72,7 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def assigned_names(code: CodeType) -> frozenset[str]:
-    """Returns the names that code, and functions inside it, assign or delete, as globals or attributes."""
+    """Returns the names that code, and functions defined in it, assign or delete as globals or attributes."""
     return _names(code)[1]
 
 
@@ -89,7 +90,7 @@ def _assigned(code: CodeType) -> Iterator[str]:
 
 
 def _read(owner: Any, name: str) -> Any:
-    """Returns the value at a place (an attribute, a global, a closure cell), `_ABSENT` where there is none."""
+    """Returns the value of `name` at its owner (globals, a class or a closure cell); `_ABSENT` if it has none."""
     if isinstance(owner, CellType):
         try:
             return owner.cell_contents
@@ -99,7 +100,7 @@ def _read(owner: Any, name: str) -> Any:
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
-    """Set the value at a place: an attribute, a global, a closure cell."""
+    """Sets the value of `name` at an owner: a dict of globals, a class, a closure cell."""
     if isinstance(owner, CellType):
         owner.cell_contents = value
     elif isinstance(owner, dict):
@@ -116,29 +117,35 @@ def _remove(owner: Any, name: str) -> None:
 
 
 class Reached:
-    """What code reaches outside its module: `places` that may get another value, `objects` that hold some, classes."""
+    """What the code of a module, and `functions` beside it, reaches outside the module.
+
+    places         globals, class attributes and closure cells that may get another value
+    objects        containers and objects whose contents may change, each with the name by which it was first found
+    classes        the user's classes, which may get new attributes
+    own_backwards  texts that name custom backwards, which may mix samples
+    """
 
     def __init__(self, module: nn.Module, functions: Iterable[Callable] = ()) -> None:
         self.places: dict[tuple[int, str], Place] = {}  # (id of a place's owner, name) -> the place
-        self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
+        self.objects: dict[int, tuple[str, Any]] = {}  # id of an object -> (name, object)
         self.classes: dict[type, None] = {}
-        self.own_backwards = _own_backwards(module)  # what may compute gradients otherwise than for each sample, told
+        self.own_backwards = _own_backwards(module)
         self._seen: set[int] = set()
-        self._followed: set[tuple[type, frozenset | None]] = set()  # classes, each for the names that code uses
+        self._followed: set[tuple[type, frozenset | None]] = set()  # (class, names followed in it; None: all)
         for kind in {type(child): None for child in module.modules()}:
             for base in kind.__mro__:
                 self._of_class(base, None)
             if any(base in self.classes for base in kind.__mro__):
-                self.classes[kind] = None  # made of the user's, by FSDP2: `type(self).seen += 1` writes there
+                self.classes[kind] = None  # FSDP2's subclass of a user's class: `type(self).seen += 1` writes there
         for function in (*_hooks_of(module), *functions):
             self._of_function(function)
 
     def values(self) -> list[tuple[str, Any]]:
-        """Returns (name, value) of all places and objects, as they are now."""
+        """Returns (name, present value) of all places and objects."""
         return [*self.objects.values(), *((name, _read(owner, name)) for owner, name in self.places.values())]
 
     def _of_function(self, function: Any) -> None:
-        """Follows what a callable reaches: its code, and the objects that it is bound to or holds."""
+        """Follows what a callable reaches through its code, and the objects that it is bound to or holds."""
         function = (
             getattr(function, "__func__", function) if isinstance(function, staticmethod | classmethod) else function
         )
@@ -157,7 +164,7 @@ class Reached:
             self._of_values(type(function).__name__, [function])
 
     def _of_code(self, function: FunctionType) -> None:
-        """Follows the globals, closure cells and defaults that a function of the user's names."""
+        """Follows the globals, closure cells and default arguments that the code of a user's function names."""
         used, assigned = _names(function.__code__)
         # a gradient hook may compute anything of a whole batch, which shows in no output
         if "register_hook" in used:
@@ -173,7 +180,11 @@ class Reached:
         self._of_values(f"a default of {function.__name__}", defaults, used)
 
     def _of_name(self, names: dict[str, Any], name: str, used: frozenset, assigned: frozenset) -> None:
-        """Notes a global name as a place if code assigns it, and follows its value."""
+        """Records a global as a place if code assigns it, and follows its value.
+
+        names           the globals of the file that has it, by name
+        used, assigned  names that the code uses and assigns
+        """
         value = names.get(name, _ABSENT)
         # only what is plain or the user's own can be put back as it was
         if name in assigned and (value is _ABSENT or isinstance(value, _VALUES) or is_own(value)):
@@ -186,7 +197,11 @@ class Reached:
         self._of_values(name, [value], used)
 
     def _of_values(self, name: str, values: Iterable[Any], used: frozenset | None = None) -> None:
-        """Notes containers and objects, which may change, and follows functions and classes; `used`: names in code."""
+        """Records containers and objects, whose contents may change, and follows functions and classes.
+
+        name  by which the values were found
+        used  names in the code that reaches them, which limit the functions followed in classes; None: all
+        """
         for value in values:
             # a class: its own functions may be reached through it
             if isinstance(value, type):
@@ -207,7 +222,7 @@ class Reached:
                     self._of_class(base, None if used is None else used | {"__call__"})
 
     def _of_class(self, kind: type, used: frozenset | None) -> None:
-        """Note a class's attributes and follow its functions: those named in `used`, all of them where it is None."""
+        """Records a class's attributes and follows its functions: those named in `used`, or all if it is None."""
         # followed once for the names that are used, and not again for all of them
         if (kind, used) in self._followed or (kind, None) in self._followed or not _own(kind.__module__):
             return
@@ -227,7 +242,7 @@ class Reached:
 
 
 def _own_backwards(module: nn.Module) -> list[str]:
-    """Returns, as text, each backward hook of a submodule, and each table whose gradient counts a batch's indices."""
+    """Returns a text for each submodule with a backward hook, or whose gradient counts indices over the batch."""
     hooked = [f"a backward hook on '{path}'" for path, child in module.named_modules()
               if child._backward_hooks or child._backward_pre_hooks]  # fmt: skip
     counting = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
@@ -235,14 +250,14 @@ def _own_backwards(module: nn.Module) -> list[str]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's own; one with `__call__` may be a hook."""
+    """Whether a value is an object of a user's class, one with `__call__` (a hook) included."""
     kind = type(value)
     plain = isinstance(value, nn.Module | type | FunctionType | MethodType | ModuleType | torch.Tensor)
     return not plain and _own(kind.__module__) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Callable]:
-    """Yields the hooks of a module and its children, those of all modules, and functions that are attributes."""
+    """Yields the hooks of a module and its submodules, torch's global hooks, and functions that are attributes."""
     for child in module.modules():
         for name in HOOKS:
             yield from list(getattr(child, name).values())
@@ -252,9 +267,10 @@ def _hooks_of(module: nn.Module) -> Iterator[Callable]:
 
 
 class OutsideState:
-    """What a module's code may change outside it, as it is now, to put it back.
+    """What a module's code may change outside the module, as it is now, to restore it.
 
-    keep  value -> its contents, with `changed()` and `restore()`
+    reached  the places, objects and classes
+    keep     value -> snapshot of its contents, with `changed()` and `restore()`
     """
 
     def __init__(self, reached: Reached, keep: Callable[..., Any]) -> None:
@@ -264,13 +280,13 @@ class OutsideState:
         self._contents = [(name, keep(value)) for name, value in (*reached.objects.values(), *values)]
 
     def changed(self) -> list[str]:
-        """Returns the names of places and objects whose value or contents have changed."""
+        """Returns the names of places and objects whose value or contents differ from the saved ones."""
         names = [name for owner, name, value in self._kept if _read(owner, name) is not value]
         names += [name for _, name in self._new()]
         return [*names, *(name for name, contents in self._contents if contents.changed())]
 
     def restore(self) -> None:
-        """Put everything back: the same objects, with the values they had."""
+        """Restores everything: the same objects, with the values that they had."""
         for owner, name, value in self._kept:
             # the same object again, not a copy: others may hold it
             if _read(owner, name) is not value:
@@ -281,7 +297,7 @@ class OutsideState:
             contents.restore()
 
     def _new(self) -> list[tuple[type, str]]:
-        """Returns (class, name) of what classes have got since: not functions and dunders, which are code."""
+        """Returns (class, name) of attributes that classes got since, without functions and dunders, which are code."""
         return [
             (kind, name) for kind, before in self._classes for name in vars(kind).keys() - before
             if (isinstance(vars(kind)[name], _VALUES) or is_own(vars(kind)[name])) and not name.startswith("__")
@@ -293,5 +309,5 @@ def _bounded(value: Any) -> bool:
 
 
 def entries(container: Any) -> int:
-    """Returns how many entries one of `CONTAINERS` has, whatever a class of the user's makes of `len`."""
+    """Returns the number of entries of one of `CONTAINERS`, by its base class, since a subclass may override `len`."""
     return next(kind for kind in CONTAINERS if isinstance(container, kind)).__len__(container)

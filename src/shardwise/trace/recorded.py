@@ -1,8 +1,8 @@
 """Record one forward as a `Flow` (trace/flow): its ops, its submodules' calls, the gradients it takes itself.
 
-The forward runs under a dispatch mode that numbers tensors. It runs without gradients, but for one that asks whether
-they are on, or takes some itself: then the ops of that backward are written down too, marked as its own, and neither
-calls nor uses inside it count, since a pipeline stage does them where the forward was.
+The forward runs under a dispatch mode that numbers tensors. It runs without gradients, unless it asks whether they are
+on, or takes some itself. The ops of that backward are recorded too, marked as `inner`; calls and uses inside it do not
+count, since a pipeline stage runs it where its forward was.
 
 What this does not do: follow a value that leaves PyTorch (`.item()`, numpy) and comes back.
 """
@@ -35,7 +35,7 @@ from shardwise.trace.stand_in import standing_in
 from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off
 
-IN_A_ROW = 3  # forwards that are followed where one leaves something for the next
+IN_A_ROW = 3  # forwards that are recorded if one leaves state for the next
 FEW_ELEMENTS = 2**27  # of parameters, up to which a trace on real tensors uses their values, and else zeros
 
 Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> output
@@ -46,7 +46,11 @@ DtypeOf = Callable[[torch.Tensor], torch.dtype]
 def _calls(
     module: nn.Module, recorder: Recorder, root: ModuleCall, own: OwnCalls, watch: AttributeWatch | None
 ) -> Iterator[None]:  # fmt: skip
-    """Context: records every call of a submodule below `root`, but inside `torch.func` transforms, which are one op."""
+    """Context that records every call of a submodule below `root`; a `torch.func` transform counts as one op.
+
+    own    follows calls of torch functions, by the module whose forward runs
+    watch  told of each begin and end of a call; None: attributes are not watched
+    """
     stack, structures = [root], list[Any]()
     counts: dict[int, int] = {}
     handles = []
@@ -56,7 +60,7 @@ def _calls(
         if transforming() or recorder.differentiating:
             return
         recorder.time += 1
-        # moments at which the module's attributes changed are noted beside calls
+        # tells inside which call an attribute changed
         if watch is not None:
             watch.moment(recorder.time, stack)
         # `leave` compares: what the call has changed beside tensors
@@ -88,7 +92,7 @@ def _calls(
         call.leaves = [_leaf(leaf, recorder) for leaf in leaves]
 
     def begin(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        own.enter(root)  # what Task.inputs calls is not the forward's
+        own.enter(root)  # only now, since calls by Task.inputs are not the forward's
         leaves, _ = tree_flatten((args, kwargs))
         root.arguments = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
@@ -117,10 +121,10 @@ def _leaf(leaf: Any, recorder: Recorder) -> Leaf:
 
 
 def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], seed: int) -> Flow:
-    """Returns the flow of `forward()`; `ids`: name -> id under which the flow tells of a parameter or buffer.
+    """Returns the flow of `forward()`, run without gradients unless it takes some itself or asks whether they are on.
 
-    Without gradients; with them where the forward takes some itself, or asks whether they are on. Each time it runs it
-    draws the same numbers.
+    ids   name -> id under which the flow records a parameter or buffer
+    seed  of the random generators, which are set to it before each run
     """
     state, left, stood = ModuleState(module), ForwardState(module), list[Any]()
 
@@ -141,21 +145,21 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
             raise
         gradients = True
     if gradients:
-        state.restore()  # the second run is to meet what the first one met
+        state.restore()  # the second run must find the module as the first one did
         flow, _ = _followed(module, run, ids, gradients=True)
     places = left.changed()
     state.restore()
     with torch.enable_grad(), HooksLeftOut(), switched_off(module) as seen:
-        run()  # the ops are written down without gradients, which hides where the forward itself does without
+        run()  # with gradients on, to see where the forward itself switches them off
         moved = shared_states() != stood[0]
     state.restore()
-    # it asks whether gradients are on, and does more then
+    # another number of calls with gradients on: the forward asks whether they are, and does more then
     if not gradients and seen.calls != len(flow.order) + len(flow.functions):
         gradients = True
         flow, _ = _followed(module, run, ids, gradients=True)
         state.restore()
     if places:
-        # one forward alone does not show what the next one finds of it
+        # it changes attributes, and only further forwards show whether they read what it left
         flow = _in_a_row(module, run, ids, gradients, places) or flow
         state.restore()
     flow.without_gradient, flow.moved = frozenset(seen.off), moved
@@ -165,7 +169,12 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
 def _in_a_row(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Attribute]
 ) -> Flow | None:
-    """Returns a first forward's flow, its `later` the flows of the next ones; None where it leaves nothing for them."""
+    """Returns the first of `IN_A_ROW` forwards' flows, its `later` the others; None if it leaves nothing for them.
+
+    run, ids   as in `_followed`
+    gradients  whether gradients are on
+    places     the attributes that a forward changes
+    """
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
     for _ in range(IN_A_ROW):
         watch = AttributeWatch(module, places)
@@ -180,8 +189,7 @@ def _in_a_row(
     changes = [change for flow in flows for change in flow.changes]
     # a buffer that its own layer sets, with no call inside, lies in the stage of that layer whatever the cut
     within = all(change.call.path == change.place[0] and not change.call.inside for change in changes)
-    # the later forwards do as the first one does, and change buffers of their own layers alone: nothing is carried
-    # over
+    # all forwards run the same ops, and what they carry over are buffers that their own layers set
     if same and not any(number not in flow.buffers or not within for flow in flows for number in flow.carried):
         return None
     for flow in flows:
@@ -193,7 +201,14 @@ def _followed(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], *, gradients: bool,
     earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
-    """Returns one forward's flow and the recorder that wrote it; `earlier`: recorders of the forwards before."""
+    """Returns (one forward's flow, the recorder that wrote it).
+
+    run        runs the forward and returns its output
+    ids        name -> id under which the flow records a parameter or buffer
+    gradients  whether gradients are on
+    earlier    recorders of the forwards before, whose tensors this one may find
+    watch      records changes of attributes; None: nothing does
+    """
     recorder = Recorder(
         {id(param): ids[name] for name, param in module.named_parameters() if name in ids},
         {id(buffer): ids[name] for name, buffer in module.named_buffers() if name in ids},  # not those made since
@@ -204,7 +219,7 @@ def _followed(
     functions: list[ModuleCall] = []
     begun = 0
 
-    # calls of torch's functions by forwards' own code are places to cut too, with a time of their own
+    # a stage may also begin at a torch function that a module's own code calls, so these calls have times too
     def before(whose: ModuleCall, place: Spot, name: str) -> None:
         nonlocal begun
         recorder.time += 1
@@ -218,7 +233,7 @@ def _followed(
         functions.append(ModuleCall(whose.path, whose.place, begun, [], [], recorder.time, own=(place, name)))
 
     own = OwnCalls(note, None, before)
-    as_written = torch.jit.optimized_execution(False)  # else a scripted function does other operations every time
+    as_written = torch.jit.optimized_execution(False)  # else a scripted function may run other ops each time
     taken = GradientWatch(partial(recorder.take, own))
     with (
         as_written, torch.set_grad_enabled(gradients), HooksLeftOut(), recorder, taken, Assignments(recorder), own,
@@ -245,12 +260,12 @@ def _followed(
 def trace_forward(
     built: Built, run: Run, batch: Any, seed: int = 0, dtype_of: DtypeOf = lambda tensor: tensor.dtype
 ) -> tuple[Flow, str]:
-    """Returns the flow of `run(module, batch)` for a module without weights, and a notice where it ran on real tensors.
+    """Returns (flow of `run(module, batch)` for a module without weights, notice).
 
-    The notice is "" where it ran on tensors without values.
+    The notice says why real tensors were needed; "" if the forward ran on fake ones.
 
-    seed      of what the forward draws
-    dtype_of  the dtype in which a parameter or buffer is held when the module runs
+    seed      of the random generators
+    dtype_of  parameter or buffer -> the dtype in which it is held when the module runs
 
     The module is left as it was. What the forward itself raises is raised.
     """
@@ -258,12 +273,11 @@ def trace_forward(
     state = ModuleState(module)
     kept = random.getstate(), np.random.get_state()
     try:
-        # the caller's generators are where they were afterwards: here torch's, below Python's and numpy's
+        # the caller's generators are restored: torch's here, Python's and numpy's below
         with torch.random.fork_rng(devices=[]):
             try:
                 return _fake(built, run, batch, dtype_of, seed), ""
-            # what the forward itself raises is raised again, after real tensors have shown whether shapes were the
-            # reason
+            # retried on real tensors: an error of the forward's own comes again, one due to fake tensors does not
             except Exception as error:
                 state.restore()
                 first = str(error).splitlines()[0] if str(error) else ""
@@ -282,7 +296,7 @@ def _ids(module: nn.Module) -> dict[str, int]:
 
 
 def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> Flow:
-    """Returns the flow of a forward on fake tensors."""
+    """Returns the flow of a forward on fake tensors. `dtype_of`, `seed`: as in `trace_forward`."""
     module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -294,7 +308,7 @@ def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> F
 
 
 def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool, seed: int) -> Flow:
-    """Returns the flow on real tensors; `few`: with their values, else zero weights, whose pages stay unwritten."""
+    """Returns the flow on real tensors. `few`: whether weights get their values; else unwritten pages of zeros."""
     module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:

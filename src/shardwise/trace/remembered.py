@@ -1,8 +1,8 @@
-"""What forwards leave in plain attributes of their modules, for the next ones to find: states, counters, caches.
+"""Detect state that forwards leave in plain attributes of their modules for later ones: states, counters, caches.
 
     self.memory[i] = h.detach()        tensors of this batch that the next one reads
     self.calls += 1                    a number that the next one reads
-    self.store.tables[length] = table  the same in a container or an object of a class of one's own
+    self.store.tables[length] = table  the same in a container or an object of the user's class
 
 `ForwardState` tells which places a forward changed, and `AttributeWatch` inside which calls it changed them.
 
@@ -24,14 +24,15 @@ from shardwise.trace.outside_state import CONTAINERS, is_own
 OWN_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _WORDS = (bool, int, str, bytes)
-_FEW = 64  # of a container's values
-DEEP = 6  # containers within containers
+_FEW = 64  # values of a container that tell whether it is a long list of words
+DEEP = 6  # levels of containers within containers
 
 
 def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
-    """Returns a value's contents, for comparison: tensors by identity and version, torch's own objects left out.
+    """Returns a value's contents, for comparison with `==`; torch's own objects, modules and functions give None.
 
-    tensors   else a tensor counts as None does: what is left is structure and numbers
+    tensors   whether tensors count, by identity and version; False: each gives None, leaving structure and numbers
+    deep      levels of nesting that are followed
     """
     if isinstance(value, torch.Tensor):
         return (id(value), value._version) if tensors else None
@@ -50,7 +51,7 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
 
 
 def _items_of(value: Any) -> list[Any]:
-    """Returns what a container or an object of the user's holds; [] for anything else."""
+    """Returns what a container or an object of the user's class holds; [] for anything else."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, CONTAINERS):
@@ -59,51 +60,51 @@ def _items_of(value: Any) -> list[Any]:
 
 
 def leaves(value: Any, deep: int = DEEP) -> Iterator[Any]:
-    """Yields the tensors and floats that a plain attribute holds, in nested containers and objects too."""
+    """Yields the tensors and floats that a plain attribute holds, `deep` levels of containers and objects down."""
     if isinstance(value, torch.Tensor | float):
         yield value
     elif not isinstance(value, _ATOMS) and deep and not isinstance(value, nn.Module | type) and not callable(value):
         items = _items_of(value)
-        # a long list of words holds neither tensors nor floats
+        # a long list of words or integers is a vocabulary, which holds neither tensors nor floats
         few = len(items) <= _FEW or any(type(item) not in _WORDS for item in items[:_FEW])
-        for item in items if few else ():  # a long one of words or whole numbers is a vocabulary, which holds neither
+        for item in items if few else ():
             yield from leaves(item, deep - 1)
 
 
 def structure(child: nn.Module) -> list[Any]:
-    """Returns the numbers and the structure that a module's own plain attributes hold, without tensors.
+    """Returns the numbers and the structure that a module's own plain attributes hold, without tensors, to compare.
 
-    Also where the generators stand that all code draws from: a call that draws of them is not left out, or what comes
-    after it would draw other numbers.
+    The states of Python's and numpy's global generators are included: a stage must not leave out a call that advances
+    them, or what comes after it would get other random numbers.
     """
     values = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in OWN_OF_TORCH]
     return [*values, shared_states()]
 
 
 class ForwardState:
-    """A module's plain attributes as they are now, and the identities of its buffers."""
+    """The contents of a module's plain attributes and the identities of its buffers, as they are now."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self._before = self._now()
 
     def _now(self) -> dict[Attribute, Any]:
-        """Returns {place: contents} of each plain attribute of the module, and of each buffer's identity."""
+        """Returns (module path, name) -> contents of each plain attribute, and the id of each buffer."""
         places: dict[Attribute, Any] = {}
         for path, child in self.module.named_modules():
             places |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}
-            # what operations write into buffers is in the flow; here it counts whether another tensor took the place
+            # writes into buffers are in the flow; here only an exchange by another tensor counts, hence `id`
             places |= {(path, key): id(value) for key, value in child._buffers.items()}
         return places
 
     def changed(self) -> list[Attribute]:
-        """Returns (module path, attribute or buffer) of all that differ from what they were."""
+        """Returns (module path, attribute or buffer) of all that differ from the recorded state."""
         now = self._now()
         return [place for place in self._before | now if self._before.get(place) != now.get(place)]
 
 
 class AttributeWatch:
-    """Notes in `changes` inside which calls places change; call `moment` whenever a call begins or ends."""
+    """Records in `changes` inside which calls `places` change; call `moment` at each call's begin and end."""
 
     def __init__(self, module: nn.Module, places: list[Attribute]):
         self._children = {path: module.get_submodule(path) for path, _ in places}
@@ -119,12 +120,16 @@ class AttributeWatch:
         return id(child._buffers[key]) if key in child._buffers else contents(vars(child).get(key))
 
     def structure(self) -> list[Any]:
-        """Returns for each place the numbers and the structure that it holds now, without tensors, to be compared."""
+        """Returns, for each place, the numbers and the structure that it holds now, without tensors, to compare."""
         owners = [(self._children[path], key) for path, key in self._places]
         return [contents(vars(child).get(key), tensors=False) for child, key in owners]
 
     def moment(self, time: int, stack: list[ModuleCall]) -> None:
-        """Compare the places with the last time; what differs was changed by the last call of the stack."""
+        """Records each place that changed since the last moment as changed by the innermost call.
+
+        time   of the flow
+        stack  the calls that run, outermost first; all of them are marked as `moves`
+        """
         now = self._now()
         for place, before, after in zip(self._places, self._last, now, strict=True):
             if before != after:

@@ -1,4 +1,4 @@
-"""Replace a module's tensors for a while, by ones without values or by small ones."""
+"""Replace a module's tensors for a while, for example by fake ones or by small ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from shardwise.trace.deferred import named_tensors
 from shardwise.trace.outside_state import Reached, is_own
 
-DEEP = 4  # containers within containers
+DEEP = 4  # levels of containers within containers
 _OWN = frozenset(vars(nn.Module()))
 Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what stands in for it
 
 
 @contextmanager
 def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tensor]]:
-    """Context: the module's tensors are `make(name, tensor)` inside; yields the parameters by name."""
+    """Context in which each tensor of the module is `make(name, tensor)`; yields name -> parameter inside."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     made: dict[int, torch.Tensor] = {}  # by id of the original: a tied weight stays one
     kept: list[tuple[dict, str, Any]] = []
@@ -48,12 +48,12 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
 
 
 def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DEEP) -> None:
-    """Replace tensors in lists, dicts and objects that attributes of the module and its submodules hold.
+    """Replaces tensors in lists, dicts and objects that attributes of the module and its submodules hold.
 
     Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own. Tables of
     parameters and buffers, and attributes that are tensors themselves, are left alone.
-    made  the new tensor, by the id of the old one
-    deep  levels of nesting that are looked through
+    made  id of the old tensor -> the new one
+    deep  levels of nesting that are searched
     """
     for child in module.modules():
         for key, value in list(vars(child).items()):
@@ -64,7 +64,7 @@ def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DE
 
 
 class _Met(dict):
-    """Mapping for `exchange` that replaces nothing and records what was looked up: the tensors, by their ids."""
+    """Mapping for `exchange` that replaces nothing and records (id -> tensor) what was looked up."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default
@@ -72,9 +72,9 @@ class _Met(dict):
 
 
 def held_beside(module: nn.Module) -> set[str]:
-    """Returns the names of parameters that a module keeps a second time, beside its tables; not recurrent layers'."""
+    """Returns names of parameters that attributes of a module hold too; not counting recurrent layers' lists."""
     met = _Met()
-    # every recurrent layer has its weights twice: that is no news, so they are out of the way meanwhile
+    # every recurrent layer lists its weights there, so these lists are taken out meanwhile
     flat_weights = [vars(child).pop("_flat_weights", None) for child in module.modules()]
     try:
         exchange(module, met)
@@ -86,10 +86,10 @@ def held_beside(module: nn.Module) -> set[str]:
 
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[str, str, nn.Module | None, torch.Tensor]]:
-    """Yields (where, attribute, its module, tensor) for tensors that a module holds beside its tables of weights.
+    """Yields (path or name, attribute, its module, tensor) for tensors that lie beside the tables of weights.
 
-    In attributes, in lists, dicts and objects there, and, with None for the module, in closures, globals and classes
-    that its code reaches.
+    They lie in attributes, in lists, dicts and objects there, and, with None for the module, in closures, globals and
+    classes that the module's code reaches.
     """
 
     def held(value: Any) -> list[torch.Tensor]:
@@ -107,8 +107,10 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[str, str, nn.Module | No
 
 
 def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
-    """Returns the object, its contents exchanged in place; a new tuple for one whose items change."""
-    # the tensor itself, or the one that stands for it
+    """Returns `value` with its contents exchanged in place; a tensor or tuple is returned anew if it changes.
+
+    made, deep  as in `exchange`
+    """
     if isinstance(value, torch.Tensor):
         return made.get(id(value), value)
     if not deep or isinstance(value, nn.Module | type):

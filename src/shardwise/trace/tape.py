@@ -1,4 +1,4 @@
-"""`Tape` of a constructor, for trace/deferred: which ops wrote which storage, and on what each depends."""
+"""`ConstructorTape`, for trace/deferred: which ops of a constructor wrote which storage, and what each depends on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwise.trace.leaves import tensors_in
 
 
 class NotReplayable(Exception):
-    """The tape cannot make this tensor; the module must be built for real."""
+    """Raised if the tape cannot make a tensor, so that the module must be built for real."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor on the tape: its storage, and its place in it."""
+    """A tensor on the tape: the key of its storage (`storage_key`), and its view of that storage."""
 
-    storage: int  # its number (`storage_key`)
+    storage: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -28,18 +28,18 @@ class Ref:
 
 @dataclass
 class TapedOp:
-    """One op of a constructor: the storages that it read and wrote, and whether it draws."""
+    """One op of a constructor: its call, the keys of the storages that it read and wrote, and how replay runs it."""
 
     func: Any
     args: tuple
     kwargs: dict
-    outputs: list[Ref]  # what it made, in the order of its results
+    outputs: list[Ref]  # the tensors of its result, in order
     reads: set[int]
     writes: set[int]
-    random: bool  # it draws from torch's own generator, in a state that replay sets
-    generator: torch.Tensor | None = None  # the state of the generator that the constructor gave it
-    whole: bool = False  # it gives the one storage that it writes a new content, whatever was there
-    stored: bool = False  # the content comes from outside of the constructor: a file
+    random: bool  # whether it draws from torch's default generator, which replay seeds
+    generator: torch.Tensor | None = None  # state of the generator that the constructor passed; None: it passed none
+    whole: bool = False  # whether it replaces all of the one storage that it writes
+    stored: bool = False  # whether the content comes from a file
 
 
 @dataclass
@@ -47,31 +47,31 @@ class ConstructorTape:
     """Every op that makes or changes a tensor, in order."""
 
     ops: list[TapedOp] = field(default_factory=list)
-    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops that write it
+    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> indices of the ops that write it
     constants: dict[int, torch.Tensor] = field(default_factory=dict)  # storage -> bytes it held when first met
     lost: set[int] = field(default_factory=set)  # meta storages that no op made
     deferred: set[int] = field(default_factory=set)  # storages whose values exist only on the tape
-    alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
+    alive: list[Any] = field(default_factory=list)  # all storages, held so that their addresses are not reused
 
     def add(self, op: TapedOp) -> None:
-        """Append one op."""
+        """Appends one op."""
         self.ops.append(op)
         for key in op.writes:
             self.writers.setdefault(key, []).append(len(self.ops) - 1)
 
     def slice(self, storage: int) -> list[int]:
-        """Returns the indices of the ops, ascending, that a storage's content depends on."""
+        """Returns the indices, ascending, of the ops on which the content of a storage depends."""
         needed: set[int] = set()
         queue = [(storage, len(self.ops))]
         horizon: dict[int, int] = {}
         while queue:
             key, before = queue.pop()
-            # asked for as of no earlier time already, so nothing new depends on it
+            # visited already for this time or a later one, so it adds nothing
             if horizon.get(key, -1) >= before:
                 continue
             horizon[key] = before
             writers = [op for op in self.writers.get(key, ()) if op < before]
-            # an op that gives the whole storage makes what wrote it before forgotten
+            # writes before an op that replaces all of the storage do not matter
             anew = next((place for place in reversed(range(len(writers))) if self.ops[writers[place]].whole), 0)
             for op in writers[anew:]:
                 if op not in needed:
@@ -80,11 +80,10 @@ class ConstructorTape:
         return sorted(needed)
 
     def lacks(self, storage: int) -> bool:
-        """Whether a storage's content cannot be made again: an op reads one that none made, whose bytes are unknown."""
+        """Whether a storage's content cannot be made again, because an op reads one whose bytes are unknown."""
         made: set[int] = set()
         for op in map(self.ops.__getitem__, self.slice(storage)):
-            # a storage that no operation of the slice made, and that was not met with bytes: its content came from
-            # elsewhere
+            # an input that no op of the slice made and whose bytes are not kept came from outside
             if any(ref.storage not in made and ref.storage not in self.constants for ref in _refs(op)):
                 return True
             made |= {ref.storage for ref in op.outputs}
@@ -92,13 +91,13 @@ class ConstructorTape:
         return storage not in made and storage not in self.constants
 
     def outliving(self, named: Collection[int]) -> list[torch.UntypedStorage]:
-        """Returns the deferred storages, but `named` ones, that more than this tape keeps, in order of their making."""
+        """Returns the deferred storages not in `named` that anything but this tape holds, in order of creation."""
         storages = {storage._cdata: storage for storage in self.alive}
         unnamed = [storages[key] for key in storages if key in self.deferred and key not in named]
         return [storage for storage in unnamed if torch._C._storage_Use_Count(storage._cdata) > 1]
 
     def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
-        """Raise `NotReplayable` where the constructor reads values that are random, or not made yet."""
+        """Raises `NotReplayable` if the constructor reads (by `how`, a text) values that are random or deferred."""
         key = storage_key(tensor)
         if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
             raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
@@ -109,7 +108,7 @@ def _refs(op: TapedOp) -> list[Ref]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number that names the storage of a tensor."""
+    """Returns the key of a tensor's storage: its address, the same for all views of it."""
     return tensor.untyped_storage()._cdata
 
 

@@ -2,8 +2,8 @@
 
     return Normal(mean, deviation)      a leaf to a tree function; two tensors to this one
 
-Looked at are attributes, and what lists, tuples and dicts among them hold. A module is not looked into, since it has
-parameters and no results; nor is what a closure or a property makes anew.
+Attributes are searched, and lists, tuples and dicts among them. A module is not searched, since it has parameters and
+no results; nor is what a closure or a property makes anew.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _CLOSED = (
     torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
-DEEP = 6  # objects within objects
+DEEP = 6  # levels of objects within objects
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def hidden(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors that objects in `output` hold as attributes."""
+    """Returns the tensors in attributes of objects in `output`, which torch's tree functions do not see."""
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def hidden(output: Any) -> list[torch.Tensor]:
 
 
 def change_hidden(output: Any, change: Change) -> None:
-    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself."""
+    """Replaces each tensor in an attribute of an object in `output` by `change(tensor)`, in the object itself."""
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if not isinstance(leaf, _CLOSED):
@@ -46,12 +46,12 @@ def change_hidden(output: Any, change: Change) -> None:
 
 
 def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
-    """Changes the tensors in an object or container, in place; `deep`: how many levels more."""
+    """Changes the tensors in an object or container in place. `seen`: ids of those done; `deep`: levels to go."""
     if id(holder) in seen or not deep:  # objects may hold each other
         return
     seen.add(id(holder))
     fields = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
-    # an object without attributes (slots) or a set: nothing in it is looked at
+    # an object without a `__dict__` (slots), or a set, is not searched
     if fields is None:
         return
     for key, value in list(enumerate(fields) if isinstance(fields, list) else fields.items()):
@@ -61,7 +61,7 @@ def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
 
 
 def _changed(value: Any, change: Change, seen: set[int], deep: int) -> Any:
-    """Returns the value with its tensors changed: another tensor or tuple, else the same object."""
+    """Returns `value` if nothing in it is replaced by another object, else the changed tensor or a new tuple."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and not isinstance(value, _CLOSED) and deep:

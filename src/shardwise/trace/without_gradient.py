@@ -1,6 +1,7 @@
-"""Where a forward does without gradients: calls that it switches them off for, and hooks that wait for none.
+"""Find the calls for which a forward switches gradients off, and leave out hooks on tensors without gradients.
 
-A look at a forward runs it without gradients, which its own code does not know: `x.register_hook(...)` raises there.
+A forward that is only recorded runs without gradients, which its own code does not expect: `x.register_hook(...)`
+would raise there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.trace.functional import transforming
 from shardwise.trace.own_calls import OwnCalls, Spot
 
-Place = tuple[str, int, Spot | None]  # (path, the how-manieth call of it, which function its own code calls or None)
+Place = tuple[str, int, Spot | None]  # (module path, index of its call, torch call in its code or None: itself)
 
 
 class HooksLeftOut(TorchFunctionMode):
-    """Function mode that leaves out hooks on the gradients of tensors that require none.
+    """Function mode that ignores hooks on the gradients of tensors that require none.
 
     To be entered before modes that look at who calls a function.
     """
@@ -44,7 +45,11 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
 @dataclass
 class WithGradients:
-    """What a forward shows where gradients are on: `off`, the calls that it makes without; `calls`, how many in all."""
+    """What a forward with gradients on shows.
+
+    off    the calls, of submodules and torch functions, that run while the forward has switched gradients off
+    calls  the number of all such calls
+    """
 
     off: set[Place] = field(default_factory=set)
     calls: int = 0
@@ -52,7 +57,7 @@ class WithGradients:
 
 @contextmanager
 def switched_off(module: nn.Module) -> Iterator[WithGradients]:
-    """Context: yields what is seen of submodules' calls, and of torch's functions, by forwards' own code."""
+    """Context that yields a `WithGradients`, filled while the module's forward runs inside."""
     seen_so_far = WithGradients()
     off = seen_so_far.off
     counts: dict[int, int] = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def text_task(section: TaskSection) -> Task:
-    """Returns the `Task` of a decoder that predicts the next token."""
+    """Returns the built-in task "text": a decoder that predicts the next token, with the sizes of the section."""
     from shardwise.models import Decoder, DecoderConfig
 
     sizes = _sizes(section)
@@ -57,7 +57,7 @@ def _text(section: TaskSection) -> tuple[Source, Source, int]:
 
 
 def digits_task(section: TaskSection) -> Task:
-    """Returns the `Task` of a vision transformer that classifies digits."""
+    """Returns the built-in task "digits": a vision transformer that classifies 8 x 8 images of digits."""
     from shardwise.data import digits_split
     from shardwise.models import ViT, ViTConfig
 
@@ -74,7 +74,7 @@ def digits_task(section: TaskSection) -> Task:
 
 
 def _sizes(section: TaskSection) -> dict[str, Any]:
-    """Returns {argument: value} of the constructor arguments that both models share."""
+    """Returns the constructor arguments that both models share: layers, hidden, heads, intermediate, dropout."""
     model = section.model
     assert model.layers and model.hidden and model.heads
     return {
@@ -87,12 +87,12 @@ def _sizes(section: TaskSection) -> dict[str, Any]:
 
 
 def all_but_last(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's (args, kwargs): tokens (B, S), each window without its last token."""
+    """Returns the model's (args, kwargs): the tokens (B, S) of windows (B, S + 1) without each window's last."""
     return (batch["tokens"][:, :-1],), {}
 
 
 def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Returns (cross entropy of each next token, summed; the number of tokens)."""
+    """Returns (sum of the cross entropies of all next tokens, number of tokens); `logits`: (B, S, vocab)."""
     from torch.nn.functional import cross_entropy
 
     targets = batch["tokens"][:, 1:]  # (B, S)
@@ -100,12 +100,12 @@ def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
 
 def image_only(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's (args, kwargs): the images of the batch."""
+    """Returns the model's (args, kwargs): the images (B, 1, 8, 8) of the batch."""
     return (batch["image"],), {}
 
 
 def digit_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Returns (cross entropy of each image, summed; the number of images)."""
+    """Returns (sum of the cross entropies of all images, number of images); `logits`: (B, 10)."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])

@@ -1,4 +1,4 @@
-"""Turn failures outside a run's code into one line: a disk that is full, memory that has run out."""
+"""Turns a full disk and exhausted memory into one-line errors with advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MORE_ROOM = (
 
 @contextmanager
 def told_plainly(folder: Path) -> Iterator[None]:
-    """Context: a full disk or memory that has run out becomes a `RunError` that says what to do."""
+    """Context in which a full disk or exhausted memory becomes a `RunError` that says what to do.
+
+    folder   the run's, for the message
+    """
     try:
         yield
     # shardwise's own errors already say what to do

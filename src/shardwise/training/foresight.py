@@ -1,4 +1,4 @@
-"""Forecast a run before it starts; put forecast and measurement side by side when it is over."""
+"""Forecasts a run before it starts, and compares the forecast with measurements after it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from shardwise.training.job import Job
 
 
 def foresee(job: Job) -> dict[str, Any]:
-    """Returns the forecast on the job's cluster as JSON: "step_s", "parts_s", bytes of the fullest rank by kind, what
-    they rest on; `InputError` where the cluster has too few ranks."""
+    """Returns a forecast of the run on its `train.cluster`; `InputError` if the cluster has too few ranks.
+
+    cluster, correction, pace_us   the cluster's text, factor on its step times, pace of its probe in us (None: unknown)
+    step_s, parts_s                seconds of a step; {part of a step: seconds}
+    parameters, gradients, optimizer, micro_batch   bytes on the rank that has most of that kind
+    basis                          what the figures rest on
+    """
     config, plan = job.effective.config.train, job.effective.plan
     assert config.cluster is not None
     cluster = Cluster.parse(config.cluster)
@@ -35,7 +40,7 @@ def foresee(job: Job) -> dict[str, Any]:
     forecast = subject.simulate(layout)
 
     def most(*names: str) -> float:
-        """Returns the largest sum of these memory terms of any rank: each kind may have another fullest rank."""
+        """Returns the largest sum of these memory terms over ranks, in bytes; the rank may differ between kinds."""
         return max(sum(rank.terms.get(name, 0.0) for name in names) for rank in forecast.memory)
 
     return {
@@ -53,10 +58,11 @@ def foresee(job: Job) -> dict[str, Any]:
 
 
 def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the forecast with `beside`: name of a figure -> (forecast, measured on the rank that has most).
+    """Returns the forecast with two more keys, from the run's summary.
 
-    `pace`: how much longer the same work took beside the run's steps than while the cluster was probed; the step's
-    forecast is multiplied by it.
+    pace     time of a fixed piece of work during the run over its time while the cluster was probed; 1.0 if unknown
+    beside   "step" (seconds, the forecast times `pace`), "parameters", "gradients", "optimizer" (bytes) -> (forecast,
+             measured on the rank that has most, None if not measured)
     """
     pace = summary.get("pace_us") / forecast["pace_us"] if summary.get("pace_us") and forecast["pace_us"] else 1.0
     pairs = {"step": (forecast["step_s"] * pace, summary.get("step_s"))}
@@ -69,7 +75,7 @@ def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
 def refine(cluster: Cluster, run: Path) -> Cluster:
     """Returns the cluster with `correction` set to measured over forecast step time of the run in folder `run`.
 
-    Raises `InputError` for one that is not finished, or had no forecast.
+    Raises `InputError` if the run is not finished, had no forecast, or too few steps to time one.
     """
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

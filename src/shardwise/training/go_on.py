@@ -1,4 +1,4 @@
-"""How a run that has ended by a failure goes on: its newest checkpoint, and the command."""
+"""Makes the advice on how to resume a run that failed: its newest checkpoint, and the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOST = ("died", "start", "late", "wire")  # reasons after which the same run may
 
 
 def how_to_go_on(job: Job) -> str:
-    """Returns the last checkpoint of a run and the command that goes on from it, as text."""
+    """Returns a sentence with the run's last checkpoint and the command that resumes from it."""
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
     if newest is None:
         return "nothing was saved yet: the same command begins again (train.checkpoint_every=N saves more often)"
@@ -22,7 +22,7 @@ def how_to_go_on(job: Job) -> str:
 
 
 def _command(folder: Path) -> str:
-    """Returns the command that resumes a run: this process's words with --resume."""
+    """Returns the command that resumes the run in `folder`: this process's own, with --resume, or a call of `train`."""
     program, *words = sys.argv
     if Path(program).name != "shardwise":
         return f"train(..., resume={str(folder)!r})"

@@ -1,4 +1,4 @@
-"""`Spread`: some samples of a held-out source, spread evenly. Proofs choose their own: proof/plain_run, own_run."""
+"""`Spread` is a source of some samples of a held-out source, spread evenly over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.layout.dealing import cut
 
 
 class Spread:
-    """A source of at most `count` samples of another, one from each of `count` equal stretches; 0: all samples."""
+    """A source of at most `count` samples of another: the first of each of `count` equal stretches. 0: all samples."""
 
     def __init__(self, source: Source, count: int) -> None:
         self._source = source

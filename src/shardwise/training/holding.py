@@ -1,4 +1,4 @@
-"""Lock a run's folder for one process; the system releases the lock however the process ends."""
+"""Locks a run's folder for one process; the system releases the lock however the process ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from shardwise.errors import InputError
 
-LOCK = "running.lock"  # names the process while the run goes on
-_LOCKED_FILES: set[int] = set()  # open files, which processes that are forked off (a loader's workers) must not keep
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+LOCK = "running.lock"  # the locked file; it contains the process id and host
+_LOCKED_FILES: set[int] = set()  # descriptors that forked processes (a loader's workers) must close
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[list[str]]:
-    """Context: locks a run's folder for this process; yields notices for the user.
+    """Context that locks a run's folder for this process; gives a list of notices for the user.
 
-    Raises `InputError` where another process is in that run, or its folder cannot be written.
+    Raises `InputError` if another process has the lock, or the folder cannot be written.
     """
     path = folder / LOCK
     file, notes = _taken(path)
@@ -29,7 +29,7 @@ def held(folder: Path) -> Iterator[list[str]]:
     try:
         yield notes
     finally:
-        with suppress(FileNotFoundError):  # with its folder, of a run that was refused before it began
+        with suppress(FileNotFoundError):  # the folder of a refused run is removed with its lock
             # before the lock is released: afterwards the file may belong to the next holder
             path.unlink()
         _LOCKED_FILES.discard(file)
@@ -37,7 +37,7 @@ def held(folder: Path) -> Iterator[list[str]]:
 
 
 def _let_go() -> None:
-    """Closes the lock files in a forked process, so that a lock ends with the process that took it."""
+    """Closes the lock files in a forked child, so that a lock ends with the process that took it."""
     for file in _LOCKED_FILES:
         os.close(file)
     _LOCKED_FILES.clear()
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _taken(path: Path) -> tuple[int, list[str]]:
-    """Returns (descriptor of the lock file that this process has locked, notices for the user); else `InputError`."""
+    """Locks the file; returns (its descriptor, notices for the user). `InputError` if another process has the lock."""
     while True:
         try:
             # the holder may remove the file between open and lock, and the lock would be on a file nobody else opens:
@@ -71,10 +71,13 @@ def _taken(path: Path) -> tuple[int, list[str]]:
 
 
 def _left(holder: str, path: Path) -> list[str]:
-    """Returns a notice on a holder of another host that left the file: where locks are local it may be alive."""
+    """Returns [a notice] if a process of another host left the lock file, since its lock may be invisible here.
+
+    holder   content of the file, "process PID on HOST"; "" for a new file
+    """
     _, _, host = holder.partition(" on ")
     if not host or host == socket.gethostname():
-        return []  # it was killed, and the system let go of its lock
+        return []  # that process was killed, which released its lock
     return [
         f"{path.parent}: {holder} was in this run and left {path.name} behind. Its lock is gone, so it has ended, "
         "unless this file system keeps locks within a host (NFS mounted with `nolock` or `local_lock`): see that it has"
@@ -82,7 +85,7 @@ def _left(holder: str, path: Path) -> list[str]:
 
 
 def _locked(file: int, path: Path) -> list[str]:
-    """Locks an open file and returns notices for the user. Raises `InputError` where another process has it."""
+    """Locks an open file; returns [a notice] if the file system has no locks, else []. `InputError` if it is taken."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

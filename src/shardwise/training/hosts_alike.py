@@ -1,4 +1,4 @@
-"""Before the first step of a launcher's ranks: hosts must have the same code, plan, settings, data and run folder."""
+"""Checks before the first step of a launcher's ranks that hosts have the same code, plan, settings, data and folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from shardwise.ranks import alike, here
 from shardwise.training.job import Job
 from shardwise.training.resume import settings_of
 
-SEEN_S = 30.0  # in which a network's folder shows on every host
+SEEN_S = 30.0  # seconds within which a file in a network folder must show on every host
 
 
 def check_hosts(job: Job, device: torch.device) -> list[str]:
-    """Compares the facts of the ranks' hosts; returns notices. Collective; `InputError` names hosts that differ."""
+    """Compares versions, code, settings and data between hosts; returns notices on clocks and placement. Collective.
+
+    device   for the collectives
+
+    Raises `InputError` that names hosts that differ.
+    """
     settings = {key: str(value) for key, value in settings_of(job.effective).items() if key != "array task"}
     rows = gather_json(alike.facts_here(settings | _data(job)), everybody(), device)
     alike.check_alike(rows)
@@ -40,7 +45,7 @@ def check_hosts(job: Job, device: torch.device) -> list[str]:
 
 
 def _renumbered(hosts: list[str]) -> list[str]:
-    """Returns [a notice] where ranks have other numbers than their launcher gave them; else []. Collective."""
+    """Returns [a notice] if ranks were renumbered host by host, else []; `hosts`: of each rank. Collective."""
     import torch.distributed as dist
 
     place = here()
@@ -55,12 +60,12 @@ def _renumbered(hosts: list[str]) -> list[str]:
 
 
 def gather_moved(moved: bool) -> bool:
-    """Whether any rank has another number than its launcher gave it (`moved`: this one). Collective."""
+    """Whether `moved` (its rank is not the launcher's) is True on any rank. Collective."""
     return any(gather_json(moved, everybody(), torch.device("cpu")))
 
 
 def _rates(cluster: str | None) -> dict[str, tuple[float, float]]:
-    """Returns {axis: (GB/s inside a node, between nodes)}; {} unless the run names a cluster of several nodes."""
+    """Returns {axis: (GB/s inside a node, GB/s between nodes)}; {} unless `cluster` has several nodes."""
     if cluster is None:
         return {}
     tiers = Cluster.parse(cluster).tiers
@@ -72,20 +77,24 @@ def _rates(cluster: str | None) -> dict[str, tuple[float, float]]:
 
 
 def _data(job: Job) -> dict[str, str]:
-    """Returns {what: text} of the number of samples and the digests of the first and last, where two reads agree."""
+    """Returns facts on the data that hosts must have alike: {name: text}.
+
+    They are the number of samples, and digests of the first and last one if reading it twice gives the same. {} for a
+    task that makes its own batches, and for data of fields.
+    """
     data = job.build_task().data
     if data is None or not len(data) or getattr(data, "global_shape", None) is not None:
-        return {}  # a field may be larger than a host
+        return {}  # a sample of a field may exceed a host's memory
     told = {"samples of the data": str(len(data))}
     for what, index in (("the first sample", 0), ("the last sample", len(data) - 1)):
         once, again = (_sample(data, index) for _ in range(2))
-        if once == again:  # else a read draws
+        if once == again:  # otherwise reading is random
             told[f"{what} of the data"] = once
     return told
 
 
 def _sample(data: Any, index: int) -> str:
-    """Returns a sample as text, by digests of its tensors, to compare hosts by."""
+    """Returns a text that identifies a sample: digests of its tensors and other values, at most 200 characters."""
     from torch.utils._pytree import tree_leaves
 
     with _seeded():
@@ -95,7 +104,7 @@ def _sample(data: Any, index: int) -> str:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Context: torch's and Python's generators have one seed inside, and are as before afterwards."""
+    """Context in which torch's and Python's RNGs are seeded with 0; afterwards they are restored."""
     python, own = random.getstate(), torch.get_rng_state()
     random.seed(0)
     torch.manual_seed(0)
@@ -107,7 +116,7 @@ def _seeded() -> Iterator[None]:
 
 
 def check_folder(job: Job, device: torch.device) -> None:
-    """Raise `InputError` where a host does not see the folder into which its ranks save. Collective."""
+    """Raises `InputError` if a host does not see the folder of checkpoints that rank 0 sees. Collective."""
     config = job.effective.config.train
     if config.checkpoint_every == 0:
         return
@@ -122,7 +131,7 @@ def check_folder(job: Job, device: torch.device) -> None:
     rank = torch.distributed.get_rank()
     if rank == 0:
         token.touch()
-    gather_json(0, everybody(), device)  # it is there
+    gather_json(0, everybody(), device)  # a barrier: the file exists now
     seen = gather_json(_sees(token), everybody(), device)
     if rank == 0:
         token.unlink(missing_ok=True)
@@ -136,16 +145,16 @@ def check_folder(job: Job, device: torch.device) -> None:
 
 
 def _sees(token: Path) -> bool:
-    """Returns whether this host sees a file of rank 0's, within `SEEN_S` seconds."""
+    """Whether this host sees rank 0's file within `SEEN_S` seconds."""
     until = time.monotonic() + SEEN_S
     while True:
         try:
-            names = os.listdir(token.parent)  # a network file system then looks again
+            names = os.listdir(token.parent)  # makes a network file system refresh its cache
         except OSError:
             names = []
         if token.name in names:
             return True
-        # an empty listing may be an old one too
+        # a listing without the file may be cached too
         if time.monotonic() > until:
             return False
         time.sleep(0.2)

@@ -1,7 +1,6 @@
-"""`Job`: a run settled before its start; `build_task`: the task as its configuration changes it, also for proofs.
+"""`Job`: everything that ranks need to run a configuration, made and checked before any process is started.
 
-What only the task can tell is checked here, before any process is started: options that this task would not use
-are refused, as `config` refuses those that no task would.
+Options that this task would not use are refused here, as `config` refuses those that no task would.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from shardwise.training.optimizer_section import make_optimizer, scaled
 
 STEPS = 100
 BATCH_SAMPLES = 32
-MOST_NAME = 100  # letters of a run's name, as of train.name
+MOST_NAME = 100  # characters of a run's name, the limit of train.name too
 
 
 @dataclass(frozen=True)
 class Job:
-    """The settled run that is sent to every rank; can be pickled when the task can."""
+    """A checked run, which is sent to every rank; it can be pickled if the task can."""
 
     effective: Effective
     task: Task | Callable[[], Task] | None  # None: found by its name on each rank
-    name: str
-    steps: int
-    batch_samples: int
-    tokens_per_sample: int | None
-    lr: float | None  # None: the task's own optimizer
-    lr_factor: float = 1.0  # on the learning rates of the task's own optimizer
-    launched: bool = False  # the ranks are ours, their output goes to files
-    folder: Path = Path()
-    again: bool = False  # an attempt after another one: there may be nothing left but the end
-    resume: str | None = None  # a checkpoint, or a folder of them, to go on from
-    scheduled: int = 0  # steps that the schedule is for; 0: those of the run
-    proof: Any = None  # what a proof of this run changes (`proof/verify_run`)
+    name: str  # of the run, part of its folder's name
+    steps: int  # optimizer steps of the whole run
+    batch_samples: int  # samples of a global batch
+    tokens_per_sample: int | None  # None: samples are not tokens
+    lr: float | None  # None: the task's own optimizer is used
+    lr_factor: float = 1.0  # multiplies the learning rates of the task's own optimizer
+    launched: bool = False  # whether this program starts the ranks, whose output goes to files
+    folder: Path = Path()  # of the run
+    again: bool = False  # whether an earlier attempt failed, perhaps after its last step
+    resume: str | None = None  # a checkpoint, or a folder of them, to resume from
+    scheduled: int = 0  # steps that the learning-rate schedule is for; 0: those of the run
+    proof: Any = None  # changes that a proof makes to this run (`proof/verify_run`); None: no proof
 
     @property
     def randomness(self) -> Literal["global", "fast"]:
-        """Returns the configured value; "fast" for a deterministic plan, whose draws are seeded alike on any ranks."""
+        """Returns train.randomness; "fast" for a deterministic plan, whose RNGs are seeded alike on any ranks."""
         return (
             "fast"
             if self.effective.plan.deterministic and self.proof is None
@@ -62,7 +61,7 @@ class Job:
         )
 
     def build_task(self) -> Task:
-        """Returns the task with the optimizer that the configuration asks for; raises as `resolve_task` does."""
+        """Returns the task with the configured optimizer and adapters; raises as `resolve_task` does."""
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
@@ -86,10 +85,10 @@ def _without_adapters(effective: Effective, passed: Task | Callable[[], Task] | 
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
-    """Returns the `Job` of a run; raises `InputError` where the configuration does not fit the task.
+    """Returns the `Job` of a run; raises `InputError` if the configuration does not fit the task.
 
-    passed  the task, where it is not the one that the configuration names
-    keep    the ranks run in this process, so the task that was built here is theirs
+    passed  a task, or a function that returns one, in place of the one that the configuration names; None: that one
+    keep    Whether the rank runs in this process, and so uses the task that is built here
     """
     plain = _without_adapters(effective, passed)
     task = with_lora(plain, effective.config.lora)
@@ -103,7 +102,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     if batch < asked:
         said = f"the data have {batch} samples, fewer than a batch of {asked}: every step takes all {batch}"
         effective = replace(effective, notes=(*effective.notes, said))
-    # what follows is checked here, before any rank is started
+    # these checks raise here, before any rank is started
     steps = _steps(effective, task, batch)
     check_data(task)
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
@@ -126,7 +125,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
 
 
 def _as_name(name: str) -> str:
-    """Returns a task's name as part of a folder's: signs that train.name may not have become `-`."""
+    """Returns a task's name for a folder's name: characters that train.name may not have become `-`."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:MOST_NAME] or "task"
 
 
@@ -138,7 +137,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_options(effective: Effective, task: Task) -> None:
-    """Raises `InputError` for options that were set and that this task does not use."""
+    """Raises `InputError` that names options that were set but that this task does not use."""
     problems = []
     if task.batch is not None:
         # a task that makes its own batches has neither a size nor an end
@@ -159,13 +158,13 @@ def _check_options(effective: Effective, task: Task) -> None:
 
 
 def _chosen(effective: Effective, key: str) -> bool:
-    """Whether a key of [train] was set to another value than its default: a run's own config.toml has every key."""
+    """Whether a key of [train] was set to a value other than its default (a run's own config.toml sets every key)."""
     train, name = effective.config.train, key.removeprefix("train.")
     return effective.is_set(key) and getattr(train, name) != type(train).model_fields[name].default
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Returns the samples of a global batch, by the configuration or the task's own; `InputError` for an empty one."""
+    """Returns how many samples a global batch has, by the task's own batch, batch_tokens or batch_samples."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in
@@ -181,7 +180,7 @@ def _batch_samples(effective: Effective, task: Task) -> int:
 
 
 def batch_of(task: Task, step: int) -> Any:
-    """Returns the task's batch of a step; an error of the user's code becomes a one-line `InputError`."""
+    """Returns `task.batch(step)`; an error of the user's code becomes a one-line `InputError`."""
     assert task.batch is not None
     try:
         return task.batch(step)
@@ -193,7 +192,7 @@ def batch_of(task: Task, step: int) -> Any:
 
 
 def _steps(effective: Effective, task: Task, batch: int) -> int:
-    """Returns the steps of a run: as given, or those of its epochs."""
+    """Returns the number of steps of a run, from train.steps or train.epochs; `batch`: samples of a global batch."""
     train = effective.config.train
     if train.epochs is None:
         return train.steps or STEPS
@@ -201,12 +200,12 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
 
     assert task.data is not None
     loader = Loader(task.data, train.seed, batch, accumulate=effective.plan.step_microbatches, prefetch=0)
-    # of the number as it was written: 1.1 times 100 is above 110 in binary
+    # exact decimal arithmetic, since 1.1 * 100 is above 110 in binary
     return max(1, math.ceil(Fraction(str(train.epochs)) * loader.steps_per_epoch))
 
 
 def _lr(effective: Effective, batch: int) -> float | None:
-    """Returns the learning rate for this batch size; None where the task's own optimizer runs."""
+    """Returns the scaled learning rate for `batch` samples; None if the task's own optimizer is used."""
     return None if effective.own_optimizer else effective.config.optimizer.lr * _lr_factor(effective, batch)
 
 
@@ -216,7 +215,7 @@ def _lr_factor(effective: Effective, batch: int) -> float:
 
 
 def _optimizer_notes(effective: Effective, task: Task, batch: int) -> list[str]:
-    """Returns notes on what [optimizer] changes of the task's own optimizer."""
+    """Returns notes for the user on how [optimizer] replaces or scales the task's own optimizer; [] if it does not."""
     section = effective.config.optimizer
     if effective.builtin or task.optimizer is default_optimizer:
         return []

@@ -1,10 +1,10 @@
-"""When a run saves checkpoints and best weights, what it resumes from, stops on a signal; ranks exchange stragglers.
+"""Decides when a run saves checkpoints and stops on a signal, and loads what it resumes from.
 
-    a step is done -> due by steps?  by time, or asked to stop by a signal? (ranks ask each other about once a second)
-                   -> save in the background; when asked to stop: save, wait, leave
+    after a step -> due by steps?  by time, or asked to stop by a signal? (about once a second ranks exchange these)
+                 -> save in the background; if asked to stop: save, wait, end
 
-Signals reach a rank as they reach its process; of ranks that this program started itself, the parent asks by SIGUSR2.
-A save that fails is told and the run goes on; a second failure in a row ends it, unless every step is done.
+A launcher's rank gets signals itself; ranks that this program started get SIGUSR2 from the parent. After a failed save
+the run goes on with a notice; a second failure in a row ends it, unless every step is done.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from shardwise.training.job import Job
 from shardwise.training.resume import STOPPED, changes, home_of, of_another_plan, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers
 
-LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
-MOST_STEPS = 1000
+LOOK_S = 1.0  # seconds between exchanges of clocks and signals, or one step if that is longer
+MOST_STEPS = 1000  # steps between exchanges at most
 BEST = "best.safetensors"
 GOES_ON = "; the run goes on, and the next save that fails will end it"
-SAVED_ALL_THE_SAME = "; every step is done, and the weights are in"  # behind what a last save failed with
+SAVED_ALL_THE_SAME = "; every step is done, and the weights are in"  # appended to the error of a last save
 _REMEDY = (
     'loss_scope="model" of the task has every rank run the model on all samples; or add up what it is made of by '
     "torch.distributed.all_reduce in the forward"
@@ -55,9 +55,11 @@ _ANSWERS = ["", "well", "badly"]
 
 
 class Stopping:
-    """Handler of the signals that ask a run to end; a second signal gets the handler that was there before.
+    """Handler of the signals that ask a run to stop; a second signal goes to the handler that was there before.
 
-    starts   no step has begun: Ctrl-C ends the run at once, since there is nothing to save
+    asked      name of the signal that asked the run to stop; "": none
+    starts     Whether no step has begun, so that Ctrl-C ends the run at once
+    launched   Whether this program's parent process started this rank, and asks by SIGUSR2
     """
 
     def __init__(self, launched: bool) -> None:
@@ -78,13 +80,13 @@ class Stopping:
         self._before = {number: signal.getsignal(number) for number in numbers}
         for number in self._numbers:
             signal.signal(number, self._hear)
-        for number in for_parent:  # what every process of a job or a terminal gets: the parent asks, and ends its ranks
+        for number in for_parent:  # the parent gets these signals too, asks its ranks to stop, and ends them
             signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
-        """Signal handler: notes the request; another, and Ctrl-C before the first step, go to whom it was before."""
+        """Notes the first request to stop; a second one, or Ctrl-C before the first step, goes to the old handler."""
         came = self._heard.hear(number)
-        # the parent of a launched rank counts the signals, and ends its ranks at the second one
+        # for launched ranks the parent counts signals, and ends the ranks at the second one
         if (self.starts and number == signal.SIGINT) or (came == "another" and not self._launched):
             self.stop()
             # raise the signal again for the handler that was there before
@@ -93,14 +95,14 @@ class Stopping:
             self.asked = signal.Signals(number).name
 
     def stop(self) -> None:
-        """Puts the previous handlers back."""
+        """Restores the previous handlers."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Keeper:
-    """A run's checkpoints on one rank. Every rank makes one and calls it after each step."""
+    """A run's checkpoints on one rank. Every rank makes one and calls `begin`, `after` each step, `end`, `close`."""
 
     def __init__(self, job: Job, engine: Engine, ema: Ema | None, loader: Loader | None) -> None:
         self.job, self.engine, self.ema, self.loader = job, engine, ema, loader
@@ -117,10 +119,10 @@ class Keeper:
             self._hooked.enter_context(engine.around("update", self.check.before_update))
         self.stragglers = Stragglers(engine)
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
-        self.stalls_s: list[float] = []  # of each save, what its step waited
+        self.stalls_s: list[float] = []  # seconds for which each save stopped training
         self.first = 0  # the first step of this run
-        self._plans = [(0, str(engine.plan))]  # (steps before it, plan), of the runs before too
-        self.first_loss: float | None = None  # of the run that goes on
+        self._plans = [(0, str(engine.plan))]  # (steps before it, plan), of resumed runs too
+        self.first_loss: float | None = None  # of the run that is resumed
         self.best: dict[str, Any] | None = None  # step, held-out loss and weights of train.keep_best
         self._weights: Path | None = None  # where the weights of the last step are
         self._saves = self._failures = 0
@@ -135,7 +137,7 @@ class Keeper:
     # --- before the first step
 
     def begin(self) -> int:
-        """Loads what the job resumes or starts from, or raises `InputError`; returns the first step. Collective."""
+        """Loads the job's checkpoint or weights, if any; returns the first step. Collective; `InputError` if unfit."""
         if self.job.resume is not None:
             self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
@@ -146,11 +148,11 @@ class Keeper:
         return self.first
 
     def _resume(self, source: Path) -> None:
-        """Load a checkpoint, go on behind it: weights, data, best; tell what differs; `InputError` at the last step."""
+        """Loads a checkpoint's state and position, adds notices of what differs; `InputError` if no step is left."""
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
-        # an attempt after a crash may find every step done and only the end (exports, reports) missing
+        # after a crash at the end every step may be done, and only exports and reports are missing
         if self.first >= self.job.steps and not self.job.again:
             raise InputError(
                 f"{restored.folder} is of step {self.first}, and this run has {self.job.steps} steps: there is nothing "
@@ -162,13 +164,13 @@ class Keeper:
             self.loader.load_state_dict(fields["data"])
         self.first_loss = _from_json((fields.get("run") or {}).get("first_loss"))
         self.best = self._best_of((fields.get("run") or {}).get("best"))
-        # under another plan other ranks are replicas: the first check finds anew which buffers differ by design
+        # under another plan other ranks are replicas, so the first check finds anew which buffers may differ
         if self.check is not None and restored.same_plan:
             self.check.unlike = fields.get("unlike")
         notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         digest, name = task_digest(self.job.effective), self.job.effective.config.task.name.rpartition(":")[0]
-        # None: a task of no file, or a checkpoint that does not tell
+        # None: the task is not from a file, or the checkpoint has no digest
         if None not in (digest, fields.get("task_file")) and digest != fields["task_file"]:
             notices.append(
                 f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"
@@ -183,15 +185,14 @@ class Keeper:
             self._set_aside(restored)
 
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the checkpoint's record of best weights; None unless their file is still of that step. Collective.
+        """Returns the checkpoint's record `best` with the file's path; None if the file is of another step. Collective.
 
-        One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
-        one that cannot be read.
+        Such a file is of a step that is run again, and is renamed, as is one that cannot be read.
         """
-        path = self.job.folder / BEST  # which may have been moved with its folder
+        path = self.job.folder / BEST  # the recorded path may be wrong, since the folder may have been moved
         own = _step_in(path) if self.engine.rank == 0 else None
         step = gather_json(own, self.engine.mesh.world, self.engine.device)[0]
-        # no best weights were kept, or the folder is a new one
+        # there is no file of best weights in this folder
         if step is None:
             return None
         if best is not None and step == best["step"]:
@@ -205,9 +206,9 @@ class Keeper:
         return None
 
     def _set_aside(self, restored: Restored) -> None:
-        """Renames checkpoints that are damaged, or of steps that are taken again, so that later scans skip them."""
+        """Renames this run's checkpoints that are damaged or of later steps, so that later scans skip them."""
         own = home_of(self.job.effective, self.job.folder)
-        # another run's checkpoints are read and left as they are
+        # another run's checkpoints stay as they are
         if restored.folder.parent.absolute() != own.absolute():
             return
         for path in restored.damaged:
@@ -218,7 +219,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
-        """Load weights alone from a checkpoint, safetensors or adapters; tell what fits; `InputError` if too little."""
+        """Loads weights alone from a checkpoint, safetensors or adapters; `InputError` if unfit. Collective."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
@@ -232,7 +233,7 @@ class Keeper:
                 "folder that they were trained on, and the lora.targets of theirs"
             )
         drawn = sorted({*matched.missing} & {*self.engine.state.frozen_names})
-        # names that do not match on both sides: most likely the same weights under other names
+        # unmatched names on both sides are most likely the same weights under other names
         if drawn and matched.unused:
             raise InputError(
                 f"train.init_from: {len(drawn)} frozen weights, which no step would change, have no value in "
@@ -248,9 +249,9 @@ class Keeper:
             self.ema.restart()
 
     def _refuse_damage(self, stored: Stored) -> None:
-        """Raises `InputError` on every rank where a file of a checkpoint differs from its digest. Collective."""
+        """Raises `InputError` on all ranks if a file of a checkpoint differs from its digest. Collective."""
         rank, ranks = self.engine.rank, self.engine.world_size
-        # each rank reads some of the files, and all raise together: one that raised alone would leave others waiting
+        # each rank reads some of the files, and all raise together, or the others would wait for the one that raised
         mine = publish.verify(stored.folder, rank, ranks) if stored.manifest is not None else []
         wrong = [word for own in gather_json(mine, self.engine.mesh.world, self.engine.device) for word in own]
         if wrong:
@@ -259,12 +260,14 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Save when it is time; returns whether the run is to stop after this step. Collective.
+        """Saves if a checkpoint is due; returns whether the run has to stop after this step. Collective.
 
-        Raises `ReplicasDiffer` where ranks differ in what they hold alike, `RunError` at a second failed save in a row.
+        step   the step that is done, from 0; `first_loss`: the run's first loss, to save
+
+        Raises `ReplicasDiffer` if replicas differ, `RunError` at a second failed save in a row.
         """
         done = step + 1
-        # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
+        # without train.check_replicas, replicas are compared after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
             self._alike(done)
         if self.check is not None and self.check_every is not None and done % self.check_every == 0:
@@ -274,45 +277,49 @@ class Keeper:
             return False
         due = bool(self.every) and done % int(self.every or 1) == 0
         stop = False
-        # asking all ranks (signals, clocks) is a collective: every few seconds, not at each step
+        # exchanging signals and clocks is a collective, so not at each step
         if done >= self._look_at:
             stop, by_time = self._look(done)
             due = due or by_time
         if due or stop:
             self._save(first_loss)
         elif self.every and done == self.first + 1:
-            self.saver.make_room()  # before the first save: the optimizer has its state now
-        # `_save` sets the saver to None where the state cannot be saved
+            self.saver.make_room()  # the optimizer has its state now, so the first save will not have to wait
+        # `_save` sets the saver to None if a checkpoint cannot hold the state
         if stop and self.saver is not None:
             self._finish_save(final=True)
             return True
         return False
 
     def _look(self, done: int) -> tuple[bool, bool]:
-        """Returns (any rank was asked to stop, a save is due by time); finishes a save that all ranks have written."""
+        """Exchanges signals, clocks and saves between ranks; returns (whether to stop, whether a save is due by time).
+
+        done   steps done. Finishes a save that all ranks have written. Collective.
+        """
         assert self.saver is not None
         now = time.monotonic()
         seconds = (now - self._looked) / max(done - self._looked_after, 1)
         by_time = not self.every and now - self._saved > 60 * self.minutes
+        # a row: 0 asked to stop, 1 due by time, 2 index of the save's outcome, 3 seconds a step, 4.. `Stragglers.row`
         row = [float(bool(self.stopping.asked)), float(by_time), _ANSWERS.index(self.saver.answered()), seconds]
         row += self.stragglers.row(done - self._looked_after)
         table = gather_rows(put(row, self.engine.device), self.engine.mesh.world).tolist()
         slowest = max(row[3] for row in table)
         self.stragglers.look([row[4:] for row in table], slowest)
         self._looked, self._looked_after = now, done
-        # the next look is collective, so its step is computed from the slowest rank's seconds, alike on all ranks
+        # the next exchange must be in the same step on all ranks, so it is computed from the slowest one's time
         self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
         # a save is finished once every rank has written its part, or one has failed
         if all(row[2] for row in table) or any(row[2] == _ANSWERS.index("badly") for row in table):
             self._finish_save()
-        # rank 0's clock decides whether a save is due: saving is collective, and ranks' clocks differ
+        # rank 0's clock decides for all, since ranks' clocks differ and saving is collective
         return any(row[0] for row in table), bool(table[0][1])
 
     def _save(self, first_loss: float | None) -> None:
-        """Begin a checkpoint of this step. Collective. A failure ends the run only where checkpoints were asked for."""
+        """Begins a checkpoint. Collective; raises as `_failed`, and `RefusedPlan` for state that it cannot hold."""
         assert self.saver is not None
         self._finish_save()
-        if self.check is not None:  # what is wrong is not to be kept
+        if self.check is not None:  # wrong replicas must not be saved
             self.check()
         self._saved = time.monotonic()
         fields = {
@@ -341,7 +348,7 @@ class Keeper:
             self.saver = None
 
     def _finish_save(self, final: bool = False) -> None:
-        """Waits for the save under way; a failure becomes a notice, the second in a row (or a final one) is raised."""
+        """Waits for the save under way, if there is one; on failure acts as `_failed`. Collective."""
         assert self.saver is not None
         if self._waited_for:
             return
@@ -353,9 +360,12 @@ class Keeper:
             self._failed(error, final)
 
     def _failed(self, error: RunError, final: bool = False) -> None:
-        """Tell of a failed save by a notice; raise at the second in a row or a final one, unless weights are safe."""
+        """Adds a notice of a failed save, or raises `error` if it is the second in a row or `final`.
+
+        Once the weights of the last step are written, a failure is always a notice alone.
+        """
         self._failures += 1
-        # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
+        # every step is done and the weights are written, so the run has not failed
         if self._weights is not None:
             self.engine.notices.append(f"{error}{SAVED_ALL_THE_SAME} {self._weights}")
             return
@@ -364,12 +374,12 @@ class Keeper:
         self.engine.notices.append(f"{error}{GOES_ON}")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
-        """Writes a last checkpoint, where there were others; called once the weights are written. Collective.
+        """Writes a last checkpoint if there were others; called once `weights`, their file, is written. Collective.
 
-        A save that fails is told by a notice alone; raises `ReplicasDiffer` as `after` does.
+        A failed save becomes a notice; raises `ReplicasDiffer` as `after` does.
         """
         if self.first >= self.job.steps:
-            return  # an attempt before has made it
+            return  # an earlier attempt has made it
         self._weights = weights
         if self.saver is not None and (self.every or self._saves or self.job.resume is not None):
             self._save(first_loss)
@@ -377,7 +387,7 @@ class Keeper:
                 self._finish_save(final=True)
 
     def plans(self) -> list[str]:
-        """Returns each plan of the run with its steps, "tp=2 in steps 4 to 9"; [] where one plan took them all."""
+        """Returns each plan of the run with its steps, as "tp=2 in steps 4 to 9"; [] if there was only one plan."""
         ends = [*(done for done, _ in self._plans[1:]), self.job.steps]
         if len(self._plans) == 1:
             return []
@@ -389,7 +399,11 @@ class Keeper:
             self._finish_save()
 
     def cost(self) -> dict[str, Any] | None:
-        """Returns {"saves", "first_stall_s", "stall_s", "bytes"}: seconds that a save stops a step; None below two."""
+        """Returns the cost of saving, None for fewer than two saves.
+
+        saves, bytes             how many saves; bytes of one, over all ranks
+        first_stall_s, stall_s   seconds for which the first save stopped training, and the median of the others
+        """
         if len(self.stalls_s) < 2 or self.saver is None:
             return None
         return {
@@ -400,7 +414,7 @@ class Keeper:
         }
 
     def close(self) -> None:
-        """Puts signal handlers back and ends the writer."""
+        """Restores signal handlers and ends the writer process."""
         self.stopping.stop()
         self._hooked.close()
         if self.saver is not None:
@@ -408,7 +422,7 @@ class Keeper:
 
 
 def _step_in(path: Path) -> int | None:
-    """Returns the step in the metadata of a file of weights; None without a file, -1 where it cannot be read."""
+    """Returns the step in the metadata of a safetensors file; None if there is no file, -1 if it cannot be read."""
     if not path.exists():
         return None
     try:
@@ -419,7 +433,7 @@ def _step_in(path: Path) -> int | None:
 
 
 def _as_json(loss: float | None) -> float | str | None:
-    """Returns a loss as JSON holds it, which has no number that is not finite: "nan", "inf"."""
+    """Returns a loss as a JSON value; "nan" or "inf" if it is not finite, which JSON numbers cannot be."""
     return loss if loss is None or math.isfinite(loss) else str(loss)
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as functions of the step, from 0 (names: config/schema; proofs: proof/literal_settings).
+"""Learning-rate schedules: functions of the step (from 0) that return a factor on the learning rate.
 
     factor
       1 |      ________          warm-up: (step + 1) / (warmup + 1), so that step `warmup` has factor 1
@@ -22,42 +22,42 @@ Schedule = Callable[[int], float]
 
 
 def warmed_up(step: int, warmup: int) -> float:
-    """Returns the factor of the warm-up: below 1 before step `warmup`, 1 from there on."""
+    """Returns the factor of the warm-up at `step`: rising linearly before step `warmup`, 1 from there on."""
     return min(1.0, (step + 1) / (warmup + 1))
 
 
 def constant(step: int, warmup: int = 0) -> float:
-    """Returns the factor of `warmup` steps of warm-up, then 1."""
+    """Returns the factor at `step`: `warmup` steps of warm-up, then 1."""
     return warmed_up(step, warmup)
 
 
 def cosine(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of `warmup` steps of warm-up, then half a cosine from 1 towards `final`."""
+    """Returns the factor at `step`: `warmup` steps of warm-up, then half a cosine from 1 towards `final` at `total`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def linear(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of `warmup` steps of warm-up, then a line from 1 towards `final`."""
+    """Returns the factor at `step`: `warmup` steps of warm-up, then a line from 1 towards `final` at `total`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 
 
 def wsd(step: int, total: int, decay: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of `warmup` steps of warm-up, then 1, then a line to `final` in the last `decay` steps."""
+    """Returns the factor at `step`: `warmup` steps of warm-up, then 1, then a line to `final` in the last `decay`."""
     done = _progress(step - (total - decay) + 1, decay + 1)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 
 
 def _progress(step: int, length: int) -> float:
-    """Returns the share of `length` steps that is done at `step`, between 0 and 1."""
+    """Returns `step` / `length` limited to [0, 1]; for a `length` of 0, 1 from step 1 on."""
     return min(1.0, max(0.0, step / length)) if length > 0 else float(step > 0)
 
 
 def make_schedule(section: ScheduleSection, total: int) -> Schedule:
     """Returns the schedule (step -> factor) of a `[schedule]` section; `InputError` if `total` steps are too few."""
     warmup, final = section.warmup_steps, section.final_factor
-    # the warm-up of a short run would never end, so the rate would never be reached
+    # the learning rate would never be reached
     if warmup >= total:
         raise InputError(
             f"schedule.warmup_steps = {warmup} does not end within the run's {total} steps: lower it, or train longer"
@@ -68,7 +68,7 @@ def make_schedule(section: ScheduleSection, total: int) -> Schedule:
         return lambda step: cosine(step, total, warmup, final)
     if section.name == "linear":
         return lambda step: linear(step, total, warmup, final)
-    # wsd: a constant part between warm-up and decay, whose length is told or a share of the run
+    # wsd: the decay's length is given in steps or as a fraction of the run
     decay = section.decay_steps or max(1, round(section.decay_fraction * total))
     if warmup + decay > total:
         raise InputError(
@@ -79,7 +79,9 @@ def make_schedule(section: ScheduleSection, total: int) -> Schedule:
 
 
 def scaled_lr(lr: float, batch: int, base_batch: int, rule: str) -> float:
-    """Returns the learning rate for `batch` when `lr` was chosen for `base_batch`, both in the same unit.
+    """Returns the learning rate for `batch` if `lr` was chosen for `base_batch`, both in the same unit.
+
+    rule   "none", "linear" or "sqrt"
 
     linear: Goyal et al. 2017, section 2.1 (for SGD). sqrt: Malladi et al. 2022, definition 5.3 (for Adam, of
     which this is the learning rate's part).

@@ -1,7 +1,7 @@
-"""One rank's run, step by step: records, evaluations, when it ends, its weights at the end. Best ones: keeping.
+"""Runs one rank's training loop: steps, records, evaluations, and the weights at the end.
 
 for each optimizer step:  parts or a global batch -> engine.step -> one metrics line, one step of the display
-at times and at the end:  held-out data -> engine.evaluate
+every eval_every steps:   held-out data -> engine.evaluate
 at the end:               weights, memory of every rank, a few lines that the text model wrote
 """
 
@@ -58,19 +58,19 @@ WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
 ADAPTERS = "adapter"
 OBSERVED = (
-    1  # the step of a process whose communication is counted; its first differs (buffers are made, shapes learnt)
+    1  # index of the process's step in which collectives are counted; step 0 differs (buffers are made, shapes learnt)
 )
-PACED = 4  # from this step on the pace of the CPU is looked at every so often, before at each
+PACED = 4  # the CPU's pace is measured before each step up to this one, then at intervals
 
 
 def run_rank(job: Job) -> dict[str, Any]:
-    """Run this rank's part of a run; returns what `summary.json` holds, the same on every rank."""
+    """Runs this rank's part of a run; returns the content of `summary.json`, the same on every rank. Collective."""
     with told_plainly(job.folder):
         return _run_rank(job)
 
 
 def _run_rank(job: Job) -> dict[str, Any]:
-    """Build the task and its engine, run every step; returns the run's summary. Collective."""
+    """Builds the task and its engine and runs every step; returns the run's summary. Collective."""
     reach("start")
     with ExitStack() as stack:
         with timing(_rank() == 0 and sys.stderr.isatty()) as say:
@@ -79,7 +79,7 @@ def _run_rank(job: Job) -> dict[str, Any]:
             # only rank 0 reports FLOPs, so only it counts them
             flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
             say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
-            if job.proof is not None:  # around the look too: what it runs is the proof's float64
+            if job.proof is not None:  # entered before the engine is made, whose look at samples runs in float64 too
                 stack.enter_context(job.proof.inside())
             engine = engine_of(job, task)
         if job.proof is not None:
@@ -94,7 +94,7 @@ def _rank() -> int:
 
 
 def _flops(job: Job, task: Task) -> Flops:
-    """Returns the FLOPs of a sample, counted on shapes alone, before the engine exists."""
+    """Returns the FLOPs per sample, counted from shapes alone; called before the engine exists."""
     if task.batch is not None:
         batch = task.batch(0)
         sample = parts_of(batch, data_ranks=samples_in(batch))[0].batch
@@ -104,7 +104,7 @@ def _flops(job: Job, task: Task) -> Flops:
 
 
 class _Rank:
-    """One rank's run: its engine, data, display and records."""
+    """One rank's run: its engine, data, display and records. Making one resumes or loads weights; `run` trains."""
 
     def __init__(self, job: Job, task: Task, engine: Engine, flops: Flops, stack: ExitStack) -> None:
         self.job, self.task, self.engine, self.flops = job, task, engine, flops
@@ -141,22 +141,22 @@ class _Rank:
         self.losses: list[float] = []
         self.shown_notices = len(engine.notices)  # notices that were shown at the start
         self.first_loss = self.keeper.first_loss
-        # a resumed run counts on from its checkpoint's number
+        # a resumed run adds to its checkpoint's number
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
         self.weights = job.folder / WEIGHTS
         self.adapters: Path | None = None
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.step_times: list[tuple[int, float]] = []
-        # the forecast is for the pace of its probe
+        # a forecast, which needs a cluster, is for the CPU's pace during its probe
         self.beat = Beat(torch.device(engine.device)) if config.cluster is not None else None
         self.eval_loss: float | None = None
         self.eval_metrics: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Run every step and the end; returns what `summary.json` holds.
+        """Runs every step, then saves weights and writes summary.json; returns its content. Collective.
 
-        Of a run that was asked to stop it returns `_stopped`'s {folder, stopped, notices}, which is not written.
+        If the run was asked to stop, returns {"folder", "stopped", "notices"} as `_stopped`, without a file.
         """
         started = time.monotonic()
         self._announce()
@@ -179,7 +179,7 @@ class _Rank:
                 self._keep_weights(EMA_WEIGHTS)
         self._keep_adapters()
         with judging(self.job, self.engine, self.keeper):
-            self.keeper.end(self.first_loss, self.weights)  # after the weights, which a full disk should not cost
+            self.keeper.end(self.first_loss, self.weights)  # after the weights, in case it fills the disk
         self._tell()
         text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
@@ -188,20 +188,23 @@ class _Rank:
         return summary
 
     def _as_written(self) -> None:
-        """Read losses from the records of an earlier attempt, which did every step and was lost at the end."""
+        """Reads losses from metrics.jsonl of an earlier attempt, which did every step and failed at the end."""
         lines = (self.job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             self.losses += [record["loss"]] if "loss" in record else []
             self.eval_loss = record.get("eval_loss", self.eval_loss)
 
     def _keep_weights(self, name: str) -> Path:
-        """Writes the weights into the run's folder, or a temporary folder where that is full; returns the path."""
+        """Writes the weights as file `name` of the run's folder; returns the path. Collective.
+
+        If that fails (a full disk), they are written into a temporary folder.
+        """
         spare = Path(tempfile.gettempdir()) / f"shardwise-{self.job.folder.name}" / name
         with evaluation_weights(self.engine.state):
             return save_weights(self.engine.state, self.job.folder / name, spare)
 
     def _keep_adapters(self) -> None:
-        """Writes the model's adapters by themselves, as peft reads them, into the run's folder. Collective."""
+        """Writes the model's adapters, if it has any, as a folder that peft reads, below the run's. Collective."""
         if not has_adapters(self.engine.module) or are_prompts(self.engine.module):
             return
         self.adapters = self.job.folder / ADAPTERS
@@ -211,14 +214,17 @@ class _Rank:
             write_adapters(self.engine.module, trained, self.adapters)
 
     def _stopped(self, step: int) -> dict[str, Any]:
-        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to stop after this step."""
+        """Returns the summary of a run that was asked to stop after `step`: {"folder", "stopped", "notices"}.
+
+        "stopped" is {"step": steps done, "checkpoint": its path, "loss"}.
+        """
         saver = self.keeper.saver
         assert saver is not None
         stopped = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
         return {"folder": str(self.job.folder), "stopped": stopped, "notices": list(self.engine.notices)}
 
     def _announce(self) -> None:
-        """Say on rank 0 what the run is, and what the user should know of it."""
+        """Shows the run's notices, folder, task, plan and size on rank 0."""
         if self.display is None:
             return
         if self.engine.rank == 0:
@@ -238,7 +244,7 @@ class _Rank:
         return gather_rows(row, everybody()).view(-1).tolist()
 
     def _input_advice(self) -> str:
-        """Returns advice for a run that waits for its input."""
+        """Returns advice on what makes this task's input faster, for a notice."""
         if self.task.batch is not None:
             return "make Task.batch cheaper, or give Task.data (a Source), which is read ahead"
         workers = self.job.effective.config.train.workers
@@ -246,10 +252,10 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
-        """Read a batch, take one step on it, and record its numbers: file, display, sinks, notices. Collective."""
-        taken = step - self.first  # by this process: those of a run that goes on were taken by another
+        """Reads a batch, runs one optimizer step on it, and records its figures. Collective. `step`: from 0."""
+        taken = step - self.first  # steps that this process has taken; a resumed run begins at `first`
         if self.beat is not None:
-            # none is measured on a device of constant pace; else the mean over ranks: all look before the same steps
+            # the mean over ranks, so that all measure the pace before the same steps
             if taken == PACED and self.beat.us:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
@@ -260,7 +266,7 @@ class _Rank:
             batch = next(self.batches)
         started = time.perf_counter()
         with self.profile.inside(step, "step"):
-            # counting slows a step, of which a profile would tell
+            # counting collectives slows a step, which would show in a profile
             observed = taken == OBSERVED and step not in self.profile.steps
             result = self._observed_step(step, batch) if observed else self.engine.step(batch)
         self._profiled(step)
@@ -270,7 +276,7 @@ class _Rank:
         self.losses.append(float(result.loss))
         self.first_loss = self.losses[0] if self.first_loss is None else self.first_loss
         self.skipped += bool(result.skipped)
-        # the first step allocates and the observed one counts messages: neither is timed unless there is no other
+        # the first step allocates, and the observed one is slowed, so they are timed only if there are no others
         if taken > OBSERVED or (taken > 0 and self.job.steps - self.first <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
@@ -297,7 +303,7 @@ class _Rank:
         word = self.watch.add(started - asked, seconds)
         if word is not None:
             self.engine.notices.append(word)
-        # once, and collective: the steps before have made all buffers
+        # by now all buffers exist
         if taken == OBSERVED + 1:
             self._look_at_memory()
         if self.display is not None:
@@ -305,27 +311,27 @@ class _Rank:
             self._tell()
 
     def _look_at_memory(self) -> None:
-        """Adds a notice where ranks need unlike amounts of memory: the fullest one decides what fits. Collective."""
+        """Adds a notice if ranks' peak memory is unbalanced, since the fullest decides what fits. Collective."""
         word = imbalance(gather_json(memory_of(self.engine), everybody(), self.engine.device))
         if word:
             self.engine.notices.append(word)
 
     def _tell(self) -> None:
-        """Shows the notices that were not shown yet."""
+        """Shows notices that were added since the last call, on rank 0."""
         if self.display is not None and self.engine.rank == 0:
             for note in self.engine.notices[self.shown_notices :]:
                 self.display.say(note)
         self.shown_notices = len(self.engine.notices)
 
     def _profiled(self, step: int) -> None:
-        """Shows the table of all ranks after the last profiled step. Collective then."""
+        """Shows the profile's table of all ranks after the last profiled step, in which it is collective."""
         table = self.profile.tell(step)
         if table and self.display is not None:
             self.display.say(table)
 
     def _observed_step(self, step: int, batch: Any) -> StepResult:
-        """Returns the result of one step whose collectives are counted into ledger.json; slower, so never timed."""
-        if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
+        """Runs one step and writes the collectives that rank 0 issued into ledger.json; returns the step's result."""
+        if self.job.effective.plan.compile:  # collectives inside a compiled graph cannot be observed
             return self.engine.step(batch)
         with self.engine.observe() as ledger:
             result = self.engine.step(batch)
@@ -340,11 +346,11 @@ class _Rank:
         return step + 1 == self.job.steps or (every is not None and (step + 1) % every == 0)
 
     def _evaluate(self, step: int) -> None:
-        """Records the mean loss on held-out data, in batches as large as a micro-batch. Collective."""
+        """Records the mean loss on held-out data, also under averaged weights if there are any. Collective."""
         assert self.task.eval_data is not None
         source = Spread(own_tile(self.task.eval_data, self.engine), self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
-        # at least one sample for each data rank
+        # batches of a micro-batch's size, so that memory suffices, with at least one sample for each data rank
         batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
 
         def measured() -> tuple[float, float, dict[str, float]]:
@@ -366,14 +372,17 @@ class _Rank:
             self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{metrics}")
 
     def _keep_best(self, steps: int) -> None:
-        """Writes the weights where the held-out loss is the smallest so far, if train.keep_best is set. Collective."""
+        """Writes the weights if train.keep_best is set and the held-out loss is the smallest so far. Collective."""
         loss, best = self.eval_loss, self.keeper.best
         asked = self.job.effective.config.train.keep_best and loss is not None and math.isfinite(loss)
         if asked and (best is None or loss < best["eval_loss"]):
             self.keeper.best = {"step": steps, "eval_loss": loss, "weights": str(self._keep_weights(BEST))}
 
     def _pace(self) -> float | None:
-        """Returns microseconds of the fixed work (measure/pace) beside the median step, or None without. Collective."""
+        """Returns the time in us of the fixed work of measure/pace near the median step; None if it was not measured.
+
+        Collective.
+        """
         if self.beat is None or not self.beat.us or not self.step_times:
             return None
         self.beat.end(self.job.steps)
@@ -381,9 +390,12 @@ class _Rank:
         return pace_beside(self.step_times, self.beat.at, seen.tolist(), self.engine.plan.pp > 1)
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
-        """Returns what `summary.json` holds, rank 0's, on every rank. Collective."""
+        """Returns the content of `summary.json`, rank 0's on every rank. Collective.
+
+        seconds   duration of the loop; `text`: what the text model generated, None without
+        """
         plan = self.job.effective.plan
-        # nothing is timed in a run of one step: its batch, and all that it took
+        # a run of one step has no timed step, so its speed is that of the whole loop
         samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)
         summary = {
             "folder": str(self.job.folder),

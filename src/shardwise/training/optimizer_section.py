@@ -1,4 +1,4 @@
-"""Make the function that a `Task` wants from an `[optimizer]` section (names and options: config/schema)."""
+"""Makes `Task.optimizer`, a function from param groups to an optimizer, from an `[optimizer]` section."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ CLASSES = {
 
 
 def make_optimizer(section: OptimizerSection, lr: float) -> Callable[[list[dict]], Optimizer]:
-    """Returns a function for `Task.optimizer`: groups -> optimizer; an option that is not set has torch's default."""
+    """Returns a function (param groups -> optimizer) for `Task.optimizer`; unset options have torch's defaults.
+
+    lr   the learning rate, in place of the section's
+    """
     options: dict[str, Any] = {}
     for key in OPTIMIZER_OPTIONS[section.name]:
         value = getattr(section, key)
@@ -42,12 +45,12 @@ def _build(name: str, options: dict[str, Any], groups: list[dict]) -> Optimizer:
 
 
 def scaled(make: Callable[[list[dict]], Optimizer], factor: float) -> Callable[[list[dict]], Optimizer]:
-    """Returns a function for `Task.optimizer`: what `make` gives, the learning rate of each group times `factor`."""
+    """Returns a function (param groups -> optimizer) that multiplies the learning rates of `make`'s by `factor`."""
     return partial(_scale, make, factor)
 
 
 def _scale(make: Callable[[list[dict]], Optimizer], factor: float, groups: list[dict]) -> Optimizer:
-    """Returns the optimizer with each group's rate multiplied; `InputError` for one without a rate."""
+    """Returns `make(groups)` with each group's "lr" times `factor`; `InputError` for a group without "lr"."""
     optimizer = make(groups)
     for group in optimizer.param_groups:
         if "lr" not in group:

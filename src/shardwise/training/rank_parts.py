@@ -1,4 +1,4 @@
-"""Make a rank's engine (options of `[train]`), loader and batches, for loop and for steps taken again (replay)."""
+"""Makes a rank's engine, loader and batches from a job, for training/loop and training/replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine_of(job: Job, task: Task) -> Engine:
 
 
 def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
-    """Returns the loader of this rank's parts, which the caller closes; None where the task makes its batches."""
+    """Returns the loader of this rank's parts, which the caller closes; None if the task makes its own batches."""
     if task.batch is not None:
         return None
     assert task.data is not None
@@ -46,9 +46,10 @@ def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
 
 
 def batches_of(job: Job, task: Task, loader: Loader | None, first: int) -> Iterator[Any]:
-    """Yields each step's batch: the task's own, whole, from step `first` to the job's last; else what the loader gives.
+    """Yields the batch of each step, as `Engine.step` takes it.
 
-    A loader gives this rank's parts, without end, from where it stands: the caller has put it at step `first`.
+    loader   gives this rank's parts without end, from its present position; None: the task makes global batches, which
+             are given from step `first` to the job's last
     """
     if loader is not None:
         return iter(loader)

@@ -1,14 +1,14 @@
-"""Find which of two ranks that differ is right: take the steps since the last checkpoint again in other places.
+"""Finds which of two ranks whose replicas differ is wrong, by replaying the steps since the last checkpoint.
 
-    place      0 1 2 3             who differs: 0 and 2
+    place      0 1 2 3             the replicas of ranks 0 and 2 differ
     first      rank 0 1 2 3
-    again      rank 3 0 1 2        every place is taken by another rank, those that differ by ones that did not
+    again      rank 3 0 1 2        each process takes the part of another rank; the suspects' parts go to others
 
-Places compute what they did, to the bit (on a CPU), so what a place comes to now shows who was wrong then. It takes
-the memory of a second engine, after that of the first was given back, and the time of the steps since the checkpoint.
+A part gives the same bits whichever process computes it (on a CPU), so the replay shows which first result was wrong.
+It needs the memory of a second engine, after the first was freed, and the time of the steps since the checkpoint.
 
-What this does not do: tell where what went wrong had spread to all ranks before anything was compared
-(`train.check_replicas=1` compares each step), nor on kernels that add in no order.
+What this does not do: find the rank if the error had spread to all ranks before replicas were compared
+(`train.check_replicas=1` compares each step), or if kernels add in a varying order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ TIMEOUT_S = 1800.0
 
 
 def places(world: int, suspects: set[int]) -> list[int]:
-    """Returns, for each rank's place, the rank that takes its steps: never itself, nor, if possible, two suspects."""
+    """Returns a list: entry r is the process (old rank) that replays the part of rank r.
+
+    It is never r itself and, if some cyclic shift allows it, no suspect replays the part of a suspect.
+    """
     shifts = range(1, world)
     apart_ones = [by for by in shifts if not any((suspect + by) % world in suspects for suspect in suspects)]
     by = next(iter(apart_ones), 1)
@@ -45,14 +48,14 @@ def places(world: int, suspects: set[int]) -> list[int]:
 
 @contextmanager
 def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
-    """Context: a `ReplicasDiffer` names the rank that is wrong, where taking the steps again shows it. Collective."""
+    """Context in which a `ReplicasDiffer` without a blamed rank leads to a replay, which may name it. Collective."""
     try:
         yield
     except ReplicasDiffer as differ:
         # a majority of the replicas has already shown which rank is wrong
         if differ.rank is not None or engine.world_size < 2:
             raise
-        # the checkpoint being written may be the newest, and the steps are taken again from the newest
+        # a checkpoint that is being written becomes the newest, from which the steps are replayed
         keeper.settle()
         try:
             error = _judged(job, engine, differ)
@@ -63,7 +66,10 @@ def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
 
 
 def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
-    """Returns the error with a verdict, from the hashes that other ranks computed in the differing ranks' places."""
+    """Replays the steps with exchanged ranks; returns `differ` with the verdict on which rank is wrong. Collective.
+
+    The engine cannot be used afterwards.
+    """
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
     # rank 0's answer, since all ranks have to resume from the same checkpoint
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
@@ -74,7 +80,7 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
         sys.stderr.write(f"\n{differ}\nthe steps {begins} are taken again, each rank in another one's place\n")
     # freed before the second engine is built, which needs the same memory
     _let_go(engine)
-    record_into(None)  # its ranks are not the places
+    record_into(None)  # stop recording: the supervisor's ranks are not those of the replay
     with apart(order, TIMEOUT_S):
         mine = _again(job.with_(resume=source, effective=_quiet(job)), differ.step)
         table = gather_json([rank, mine], everybody(), engine.device)
@@ -87,7 +93,7 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
 
 
 def _again(job: Job, steps: int) -> Hashes:
-    """Returns the hashes of this process's tensors after the run's first `steps` steps, taken in its new place."""
+    """Builds a new engine for this process's new rank and runs it up to step `steps`; returns its tensors' hashes."""
     task = job.build_task()
     engine = engine_of(job, task)
     with ExitStack() as stack:
@@ -114,6 +120,6 @@ def _quiet(job: Job) -> Any:
 
 
 def _let_go(engine: Engine) -> None:
-    """Frees the engine's module and optimizer; it takes no step any more."""
+    """Frees the engine's module, storage and optimizer; the engine cannot be used afterwards."""
     vars(engine.state).update(dict.fromkeys(("module", "technique", "forward", "staged", "optimizer", "owners")))
     gc.collect()

@@ -1,4 +1,4 @@
-"""Start a run again after a failure: which failures are worth it, from which checkpoint, on how many ranks.
+"""Starts a run again after a failure: after which failures, from which checkpoint, on how many ranks.
 
     launch -> done
            -> a rank died, hung or raised -> journal -> wait -> launch anew from the newest checkpoint, in its folder
@@ -36,14 +36,15 @@ JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 FIRST_WAIT_S = 1.0
 MOST_WAIT_S = 60.0
-WRITERS_S = ALONE_S + 5.0
+WRITERS_S = ALONE_S + 5.0  # seconds for which checkpoints of dead ranks may still be published
 Launch = Callable[[Job], dict[str, Any]]
 
 
 def until_done(job: Job, launch: Launch) -> dict[str, Any]:
-    """Launch the run, up to `train.restarts` times again; returns its summary with figures of the attempts.
+    """Launches the run, after failures up to `train.restarts` times again; returns the summary of `with_attempts`.
 
-    launch   runs the job on ranks of its own and returns the summary, or raises
+    launch   runs the job on new ranks and returns the summary, or raises
+
     Raises the last attempt's `RunError`, with a note on why there was no other, or `KeyboardInterrupt` as `stopped`.
     """
     attempts = _Attempts(job)
@@ -53,15 +54,15 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
             summary = launch(attempts.job)
         except RunError as error:
             if not job.folder.is_dir():
-                raise  # moved or deleted under the run, as its message says: there is nothing to go on from
-            # otherwise the steps up to a checkpoint that is about to be published would be lost
+                raise  # the folder was moved or deleted, so there is no checkpoint to resume from
+            # wait for a checkpoint that is about to be published, or its steps would be lost
             attempts.let_writers_end()
             entry = attempts.entry(began, from_step, error)
             why_not = attempts.why_not(entry, error)
             if why_not:
                 attempts.write(entry)
                 error.add_note(f"not started again: {why_not}" if attempts.budget else why_not)
-                # after such a reason the same run may get further: the message says how
+                # after such a failure a later run may get further, so the message says how to resume
                 if entry["reason"] in LOST:
                     error.args = (f"{error}\n{how_to_go_on(attempts.job)}",)
                 raise
@@ -75,7 +76,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
 
 
 class _Attempts:
-    """The attempts of one run: their journal, and where and how the next one begins."""
+    """The attempts of one run. `job`: of the next attempt; `entries`: their journal; `budget`: restarts allowed."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.first_resume = job, job.resume
@@ -88,11 +89,11 @@ class _Attempts:
     # --- where the run stands
 
     def checkpoint(self) -> Path | None:
-        """Returns the newest checkpoint of this run, or None."""
+        """Returns the newest checkpoint that this run has written, or None."""
         return _newest(self.home, self._ahead)
 
     def source(self) -> str | None:
-        """Returns the checkpoint or folder that the next attempt resumes from, or None."""
+        """Returns the checkpoint, or folder of checkpoints, that the next attempt resumes from; None: the beginning."""
         return source_of(self.home, self.first_resume, self._ahead)
 
     def let_writers_end(self) -> None:
@@ -107,10 +108,14 @@ class _Attempts:
         return 0 if newest is None else publish.step_of(newest)
 
     def entry(self, began: float, from_step: int, error: RunError | None) -> dict[str, Any]:
-        """Returns the journal's entry, as JSON, of the attempt that ended now. `error`: None where the run is done."""
+        """Returns the journal's entry (JSON) of the attempt that has just ended.
+
+        began       its start, of the monotonic clock; `from_step`: step of the checkpoint that it began from
+        error       what ended it; None: the run is done
+        """
         steps = getattr(error, "steps", {})
         saved = self.saved_step()
-        # the step of the rank that got furthest, of those that recorded one
+        # the furthest step that any rank recorded
         reached = self.job.steps if error is None else max(from_step, *steps.values(), 0) if steps else from_step
         seconds = time.monotonic() - began
         kept = _seconds_of_steps(self.job.folder / METRICS, from_step, reached if error is None else saved)
@@ -129,7 +134,7 @@ class _Attempts:
         }
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends an entry to the journal, behind those of earlier commands on the same run."""
+        """Appends an entry to `entries` and to the journal's file, which may have entries of earlier commands."""
         self.entries.append(entry)
         with (self.job.folder / JOURNAL).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
@@ -137,28 +142,31 @@ class _Attempts:
     # --- whether to go on, and how
 
     def why_not(self, entry: dict[str, Any], error: RunError) -> str:
-        """Returns why the run is not started again after this attempt; "" where it is."""
-        # the error says of itself that it would come back
+        """Returns why the run is not started again after this attempt; "" if it is."""
+        # the error is marked as one that would come back
         if getattr(error, "retry", None) is False:
             return "starting again would come to the same place"
         before = self.entries[-1] if self.entries else None
         same = ("reason", "rank", "what", "reached_step")
-        # the same error in the same step is no accident: starting again would repeat it
+        # the same error in the same step twice will come a third time
         if before is not None and entry["reason"] == "raised" and all(before[key] == entry[key] for key in same):
             return "two attempts came to the same error in the same step"
-        # with a budget of 0 the user never asked for restarts, and learns of the option
+        # with a budget of 0 the message names the option
         if len(self.entries) >= self.budget:
             used = f"its {self.budget} restart(s) are used up (train.restarts)"
             return used if self.budget else "train.restarts (--restarts N) would have started it again"
         return ""
 
     def begin_next(self, entry: dict[str, Any], error: RunError) -> None:
-        """Settles the next attempt: from where, on how many ranks, after how long a wait."""
+        """Sets `job` to that of the next attempt, adds "wait_s" (seconds) to the entry, and logs the error.
+
+        If the plan shrinks, "next_plan" is added too.
+        """
         log = self.job.folder / f"error-attempt{entry['attempt']}.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         self.job = self.job.with_(resume=self.source(), again=True)
         barren = 1 + len(self._without_progress(entry))
-        # doubles with each attempt that saved nothing new
+        # the wait doubles with each attempt that saved nothing new
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
         self._shrink(entry)
 
@@ -172,11 +180,11 @@ class _Attempts:
         return barren
 
     def _shrink(self, entry: dict[str, Any]) -> None:
-        """Takes a smaller plan after the same rank was lost twice without progress, where train.min_ranks allows."""
+        """Takes a smaller plan if the same rank was lost twice without progress and train.min_ranks allows it."""
         least = self.job.effective.config.train.min_ranks
         lost = entry["reason"] in ("died", "start", "late")
         again = [before for before in self._without_progress(entry)[:1] if before["rank"] == entry["rank"]]
-        # one loss may be chance; the same rank lost twice without a checkpoint in between points at its device or host
+        # one loss may be chance; the same rank lost twice without progress points at its device or host
         if least is None or not lost or not again:
             return
         plan = self.job.effective.plan
@@ -190,7 +198,7 @@ class _Attempts:
             entry["next_plan"] = str(fewer)
 
     def wait(self, entry: dict[str, Any]) -> bool:
-        """Report the failure and wait before the next attempt; returns False where a signal asked it to end."""
+        """Reports the failure and waits `entry["wait_s"]` seconds; returns False if a signal asked the run to stop."""
         saved = entry["saved_step"]
         place = f"from step {saved}" if saved else "from the beginning"
         plan = f" under plan {entry['next_plan']}" if "next_plan" in entry else ""
@@ -205,9 +213,9 @@ class _Attempts:
     # --- the end
 
     def stopped(self) -> dict[str, Any]:
-        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to end between two attempts.
+        """Returns the summary of a run that was asked to stop between two attempts: {"folder", "stopped", "notices"}.
 
-        Raises `KeyboardInterrupt` where no checkpoint was saved.
+        Raises `KeyboardInterrupt` if no checkpoint was saved.
         """
         newest = self.checkpoint()
         # without a checkpoint there is nothing that the same command could resume
@@ -217,7 +225,12 @@ class _Attempts:
         return {"folder": str(self.job.folder), "stopped": state, "notices": []}
 
     def with_attempts(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Returns the summary with attempts, lost steps and goodput, also written; of a stopped run as it is."""
+        """Returns the summary with "attempts", "lost_steps" and "goodput", and rewrites summary.json.
+
+        goodput   seconds of steps that counted over all seconds; None for a run that was resumed
+
+        The summary of a stopped run is returned unchanged.
+        """
         if summary.get("stopped") is not None:
             return summary
         kept = _seconds_of_steps(self.job.folder / METRICS, 0, self.job.steps)
@@ -232,7 +245,10 @@ class _Attempts:
 
 
 def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
-    """Returns the `_identity` of each of a run's checkpoints that is newer than the one to resume from."""
+    """Returns the `_identity` of each checkpoint in `home` that is newer than the one to resume from.
+
+    resume   a checkpoint of that folder; otherwise (None, a folder, another run's) the result is empty
+    """
     if resume is None or place(resume).parent.absolute() != home.absolute():
         return set()
     first = int(manifest.read(place(resume)).fields["step"])
@@ -240,9 +256,11 @@ def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
 
 
 def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
-    """Returns where a later attempt resumes: the run's own checkpoints, once it has written one; None: from the start.
+    """Returns what a later attempt resumes from: `home`, once this run has written a checkpoint there, else `resume`.
 
-    resume  the place from which the first attempt began, used until checkpoints `ahead` of it are set aside
+    home    folder of the run's checkpoints
+    resume  what the first attempt resumed from; None: the beginning
+    ahead   `ahead_of` at the first attempt; while any of those is still in `home`, `resume` is returned
     """
     there = {_identity(path) for path in publish.scan(home)}
     return resume if _newest(home, ahead) is None or there & ahead else str(home)
@@ -253,12 +271,12 @@ def _newest(home: Path, ahead: set[tuple[str, int]]) -> Path | None:
 
 
 def _identity(checkpoint: Path) -> tuple[str, int]:
-    """Returns (name, inode), which tells a checkpoint from a later one of the same name; inode 0 in a remote store."""
+    """Returns (name, inode), which differs between checkpoints of the same name; inode 0 in a store."""
     return checkpoint.name, 0 if is_remote(checkpoint) else checkpoint.stat().st_ino
 
 
 def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
-    """Returns the seconds of steps [first, stop), input included, by the run's records."""
+    """Returns the seconds of steps [first, stop), counted from 0, with reading input, from metrics.jsonl."""
     text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.exists() else ""
     total = 0.0
     for line in text.splitlines():
@@ -270,7 +288,7 @@ def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Context: yields an event that `stop_signals` set, in the main thread."""
+    """Context that gives an event, which any of `stop_signals` sets; in other threads no signal sets it."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

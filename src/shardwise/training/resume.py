@@ -1,4 +1,4 @@
-"""Which run a new one goes on from (job arrays by the environment's variables), and what differs. Without torch."""
+"""Finds the run that a command resumes, also in job arrays, and compares settings with it. Without torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shardwise.layout import Plan
 from shardwise.task_files import is_run
 
 CHECKPOINTS = "checkpoints"
-STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
+STOPPED = "stopped.json"  # file in the folder of a run that was asked to stop
 AUTO, NEW = "auto", "new"
-ARRAY_TASK = "array task"  # among the settings: which job of an array this is
-# where schedulers say so (Slurm, PBS, Grid Engine, LSF); the last two also to jobs of no array, as below
+ARRAY_TASK = "array task"  # key in the settings for the index of this job in a job array
+# index variables of Slurm, PBS, Grid Engine and LSF; the last two set them outside of arrays too, to `_NO_ARRAY`
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "SGE_TASK_ID", "LSB_JOBINDEX")
 _NO_ARRAY = ("", "undefined", "0")
 
 
 def settings_of(effective: Effective) -> dict[str, Any]:
-    """Returns every value of a configuration by its dotted key, the plan, and the job of an array if this is one."""
+    """Returns {dotted key: value} of the whole configuration, with "plan" and, in a job array, `ARRAY_TASK`."""
     settings: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -43,7 +43,7 @@ def settings_of(effective: Effective) -> dict[str, Any]:
 
 
 def _array_task() -> dict[str, str]:
-    """Returns {ARRAY_TASK: "NAME=number"} in a job of an array, else {}: each job goes on with its own run."""
+    """Returns {ARRAY_TASK: "VARIABLE=index"} in a job array, whose jobs each resume their own run; else {}."""
     variables = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
     mine = next(
         (
@@ -57,14 +57,14 @@ def _array_task() -> dict[str, str]:
 
 
 def task_digest(effective: Effective) -> str | None:
-    """Returns a digest of the file that has the task; None where no file of Python here is named."""
+    """Returns the SHA-256 of the Python file that defines the task; None if there is no such file."""
     file, _, _ = effective.config.task.name.rpartition(":")
     path = Path(file if file.endswith(".py") else file.replace(".", "/") + ".py")
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def refuse_default_beside(effective: Effective) -> None:
-    """Raises `InputError` where no task is given and the runs that are here are of others than the default one."""
+    """Raises `InputError` if no task is given but `train.out` has runs of a task other than the built-in ones."""
     out = Path(effective.config.train.out)
     if NO_TASK not in effective.notes or not out.is_dir():
         return
@@ -78,7 +78,7 @@ def refuse_default_beside(effective: Effective) -> None:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns one line for each setting that differs from the checkpoint's and affects training."""
+    """Returns a line for each setting that affects training and differs; arguments as `settings_of` returns them."""
 
     def told(value: Any) -> str:
         return "not set" if value is None else str(value)
@@ -91,7 +91,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def of_another_plan(before: Plan, now: Plan) -> str:
-    """Returns a sentence on what stays and what changes in a run that resumes under another plan."""
+    """Returns a notice on what stays the same in a run that resumes under another plan, and what does not."""
     many, were, same = now.step_microbatches, before.step_microbatches, "the same samples in the same order"
     if many == were:
         return f"another plan than the checkpoint's: {same}, sums in another"
@@ -102,13 +102,14 @@ def of_another_plan(before: Plan, now: Plan) -> str:
 
 
 def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path | None, Path | None, list[str]]:
-    """Returns (run folder, folder of checkpoints or checkpoint, notices); (None, None, ...) for a new run.
+    """Returns (run folder, source, notices) of the run to resume; (None, None, notices) for a new run.
 
-    asked   a run folder, a checkpoint, "auto": the last run of this name (in an array of jobs, of
-            this job); "new": none; None: the last run of this name
-            and configuration, if it was asked to stop
+    asked   a run folder, a checkpoint, "auto" (the last run of this name, in a job array of this job), "new" (none), or
+            None (the last run of this name and configuration, if it was asked to stop)
+    name    the run's name
 
-    Raises `InputError` for a folder that has no checkpoint.
+    The source is a checkpoint or a folder of checkpoints. A run folder of None with a source: a new folder is needed.
+    Raises `InputError` for a folder without a checkpoint.
     """
     if asked == NEW:
         return None, None, []
@@ -122,7 +123,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
     if asked == AUTO:
         mine = _array_task().get(ARRAY_TASK)
         own = (run for run in runs if mine is None or (_settings_in(effective, run) or {}).get(ARRAY_TASK) == mine)
-        # a folder's name ends in a number for runs of one second too: `exp-2` may be a second `exp`, or a name
+        # `exp-2` may be a second run of `exp` within one second or of a task named so; its checkpoint knows the name
         last = next((run for run in own if _name_in(effective, run) in (name, None)), None)
         if last is None:
             of = f" of array task {mine}" if mine is not None else ""
@@ -147,7 +148,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
             else "neither it nor its `checkpoints` holds a checkpoint: give a run's folder, or new"
         )
         raise InputError(f"--resume {asked}: {why}")
-    # a store holds checkpoints alone: the run gets a folder of its own here
+    # a store holds checkpoints alone, so the run gets a new folder here
     if is_remote(path):
         return None, path, []
     run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)
@@ -157,13 +158,13 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
 
 
 def home_of(effective: Effective, run: Path) -> Path:
-    """Returns the folder of a run's checkpoints."""
+    """Returns the folder of the checkpoints of the run in folder `run`: below it, or in train.checkpoint_folder."""
     elsewhere = effective.config.train.checkpoint_folder
     return run / CHECKPOINTS if elsewhere is None else place(elsewhere).absolute() / run.name
 
 
 def _runs(effective: Effective, name: str) -> list[Path]:
-    """Returns the run folders of this name that have a checkpoint, newest first."""
+    """Returns the run folders in `train.out` of this name that have a checkpoint, newest first."""
     out = Path(effective.config.train.out)
     kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
     runs = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
@@ -172,7 +173,10 @@ def _runs(effective: Effective, name: str) -> list[Path]:
 
 
 def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
-    """Returns the last run of this configuration if it was stopped, else None; runs of others may be newer (arrays)."""
+    """Returns the newest of `runs` with this configuration if it was asked to stop, else None.
+
+    Newer runs of other configurations do not count, since jobs of an array share a name.
+    """
     settings = settings_of(effective)
     stopped = next((run for run in runs if _stopped_with(run) == settings), None)
     newer = runs[: runs.index(stopped)] if stopped is not None else []
@@ -180,12 +184,12 @@ def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
 
 
 def _settings_in(effective: Effective, run: Path) -> Any:
-    """Returns the settings that a run's newest checkpoint was written under; None where it cannot be read."""
+    """Returns the settings in a run's newest checkpoint, as `settings_of`; None if it cannot be read."""
     return _fields_in(effective, run).get("settings")
 
 
 def _name_in(effective: Effective, run: Path) -> Any:
-    """Returns the name of the run that wrote a run folder's newest checkpoint; None where it cannot be read."""
+    """Returns the run's name in its newest checkpoint; None if it cannot be read."""
     return (_fields_in(effective, run).get("run") or {}).get("name")
 
 
@@ -204,13 +208,13 @@ def _stopped_with(run: Path) -> Any:
 
 
 def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> None:
-    """Write stopped.json, by which the same command finds this run and resumes it."""
+    """Writes stopped.json, by which the same command finds this run; `stopped`: {"step", "checkpoint", "loss"}."""
     text = json.dumps({**stopped, "settings": settings_of(effective)}, indent=2)
     (run / STOPPED).write_text(text + "\n", encoding="utf-8")
 
 
 def trim_metrics(path: Path, first: int) -> None:
-    """Removes the records behind the first `first` steps, which are taken again, and broken lines."""
+    """Removes records of steps after `first`, which will be run again, and broken lines from metrics.jsonl."""
     if not path.exists():
         return
     kept = []

@@ -1,4 +1,4 @@
-"""`train` from Python: settle the job, start the ranks, bring back their summary. A rank's loop: loop."""
+"""`train` from Python: makes the job, starts the ranks, returns their summary. A rank's loop: training/loop."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from shardwise.training.restart import ahead_of, source_of, until_done
 from shardwise.training.resume import find_run, home_of, mark_stopped, refuse_default_beside
 
 LOGS = "ranks"
-RUN = "run"  # under which a launcher's ranks leave word of their run to those that are started after them
+RUN = "run"  # key under which a launcher's ranks remember their run for later attempts (ranks/attempts)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and its summary (what `summary.json` holds)."""
+    """A finished run: its folder, and its summary (the content of `summary.json`)."""
 
     folder: Path
     summary: dict[str, Any]
 
     @property
     def loss(self) -> float | None:
-        """Returns the last step's loss; None where it was not finite."""
+        """Returns the last step's loss; None if it was not finite."""
         return self.summary["loss"]
 
     @property
@@ -73,14 +73,14 @@ def train(
     resume: str | Path | None = None,
     **overrides: Any,
 ) -> Run:
-    """Train a task under a plan and return the finished `Run`.
+    """Trains a task under a plan and returns the finished `Run`.
 
     task       a builtin ("text", "digits"), "module:callable", a `Task`, or a function that returns one
     plan       a `Plan` or its text; None: the configuration's, else one process
     config     a TOML file, or the same as nested dicts
-    nproc      ranks to start; by default, and at most usefully, the plan's world size
-    resume     a run's folder or a checkpoint to go on from; "auto": the last run of this task; "new": none. Without it
-               a run that was asked to stop goes on when it is called again with the same configuration
+    nproc      ranks to start; None: the plan's world size, which any number must equal unless train.min_ranks is set
+    resume     a run's folder or a checkpoint to resume from; "auto": the last run of this task; "new": none. None: the
+               last run of the same configuration if it was asked to stop, else a new one
     overrides  fields of [train] by name (`steps=100`), sections as dicts (`optimizer={"lr": 3e-4}`)
 
     With `restarts=N` a run whose rank dies, hangs or fails is started again up to N times, from its last checkpoint.
@@ -88,7 +88,8 @@ def train(
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
 
-    Raises `InputError` for what cannot be meant, `RefusedPlan` for a plan that does not run, `RunError` where it fails.
+    Raises `InputError` for a wrong argument or configuration, `RefusedPlan` for a plan that does not run, `RunError` if
+    the run fails.
     """
     refuse_while_imported("train")
     task_or_function = task if not isinstance(task, str) else None
@@ -101,7 +102,7 @@ def train(
 
 
 def _name_of(task: Any) -> str:
-    """Returns the name under which a run writes down its task; `InputError` for what is none."""
+    """Returns the value of `task.name` for a task in any of `train`'s forms; `InputError` for anything else."""
     if isinstance(task, str):
         return task
     if isinstance(task, Task):
@@ -116,7 +117,7 @@ def _from_config(config: Any) -> list[Given]:
 
 
 def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
-    """Returns a `Given` for each keyword of `train`: a section's dict, a dotted key, or a field of [train]."""
+    """Returns a `Given` for each value in `train`'s keywords: sections as dicts, dotted keys, fields of [train]."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():
         in_train = key in TrainSection.model_fields and key not in Config.model_fields
@@ -130,10 +131,15 @@ def execute(
     nproc: int | None = None,
     resume: str | None = None,
 ) -> Run:
-    """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank.
+    """Runs a configuration; returns the finished `Run`.
 
-    task     in place of the one that the configuration names; nproc: ranks that are there, None: as the plan has
-    resume   see `train`. Raises `Stopped` where a signal asked the run to stop.
+    One rank without restarts runs in this process, others in new processes; under a launcher this process is one rank.
+
+    task     used in place of the one that the configuration names; None: that one
+    nproc    number of ranks to start; None: as many as the plan has
+    resume   as in `train`
+
+    Raises `Stopped` if a signal asked the run to stop, and else as `train` does.
     """
     place = here()
     effective = _for_ranks(effective, place.world_size if place is not None else nproc)
@@ -142,10 +148,10 @@ def execute(
     check(effective.plan)
     refuse_default_beside(effective)
     job = make_job(effective, task, keep=place is not None or world == 1)
-    forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
+    forecast = _forecast(job)  # made on all ranks of a launcher, so that all raise together
     if place is not None:
         return _joined(job, forecast, resume)
-    # in this process a crash would end whoever is to start the run again
+    # with restarts even one rank gets a process of its own, which this one can start again
     supervised = world > 1 or effective.config.train.restarts > 0
     job = _placed(job.with_(launched=supervised), resume)
     with held(job.folder) as said, _kept_errors(job, "error.log"):
@@ -156,7 +162,7 @@ def execute(
 
 
 def _placed(job: Job, resume: str | None) -> Job:
-    """Returns the job with its folder: a new one, or that of the run that it resumes."""
+    """Returns the job with its folder, a new one or that of the run that it resumes, and its checkpoint to resume."""
     folder, source, said = find_run(resume, job.effective, job.name)
     if source is None:
         job = job.with_(folder=_new_folder(job))
@@ -170,14 +176,14 @@ def _with_notes(job: Job, said: Sequence[str]) -> Job:
 
 
 def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
-    """Raises `Stopped` where the run was asked to stop, and writes stopped.json for the next start."""
+    """Raises `Stopped` if the run was asked to stop, and writes stopped.json for the next start."""
     stopped = summary.get("stopped")
     if stopped is None:
         return
     from shardwise.ranks import here
 
     place = here()
-    # of a launcher's ranks only one writes the file
+    # under a launcher rank 0 alone writes the file
     if place is None or place.rank == 0:
         mark_stopped(job.folder, job.effective, stopped)
     error = Stopped(
@@ -188,7 +194,7 @@ def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _forecast(job: Job) -> dict[str, Any] | None:
-    """Returns the forecast of the run as `foresee` does; None where its configuration names no cluster."""
+    """Returns the forecast of the run, as `foresee`; None if the configuration names no cluster."""
     if job.effective.config.train.cluster is None:
         return None
     from shardwise.training.foresight import foresee
@@ -197,7 +203,10 @@ def _forecast(job: Job) -> dict[str, Any] | None:
 
 
 def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the summary with forecast and measurement side by side, and writes it into the run's folder."""
+    """Returns the summary with "forecast" compared with measurements, and rewrites summary.json.
+
+    If `forecast` is None the summary is returned unchanged.
+    """
     if forecast is None:
         return summary
     from shardwise.observe import write_json
@@ -209,7 +218,7 @@ def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) 
 
 
 def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace | None) -> None:
-    """Raise `InputError` where `nproc`, or the launcher's ranks, are not as many as the plan has."""
+    """Raises `InputError` if `nproc`, or the launcher's number of ranks, differs from the plan's."""
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(
@@ -225,7 +234,7 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
 
 
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
-    """Returns the configuration with a smaller plan where fewer ranks are there and train.min_ranks allows it."""
+    """Returns the configuration, with a smaller plan if there are fewer `ranks` and train.min_ranks allows it."""
     least, plan = effective.config.train.min_ranks, effective.plan
     # without train.min_ranks a wrong number of ranks is a mistake, which `_check_ranks` names
     if ranks is None or least is None or not least <= ranks < plan.world_size:
@@ -255,7 +264,7 @@ def _deadlines(config: TrainSection) -> Deadlines:
 
 
 def _launched(job: Job) -> dict[str, Any]:
-    """Returns the summary of a run on rank processes that this one starts and watches."""
+    """Runs the job on rank processes that this one starts and watches; returns the summary."""
     from shardwise.ranks import launch
 
     def announce(name: str) -> None:
@@ -270,7 +279,7 @@ def _launched(job: Job) -> dict[str, Any]:
             world,
             (job,),
             log_dir=job.folder / LOGS,
-            on_event=lambda event: stack.close(),  # from here on rank 0 says what it does
+            on_event=lambda event: stack.close(),  # rank 0 shows its own progress from here on
             on_stop=asked,
             deadlines=_deadlines(config),
             imports="shardwise.training.loop",
@@ -279,12 +288,12 @@ def _launched(job: Job) -> dict[str, Any]:
 
 
 def train_rank(job: Job) -> dict[str, Any]:
-    """Run the job on a launched rank; returns what `summary.json` holds."""
+    """Runs the job on a launched rank; returns the content of `summary.json`."""
     return _here(job)
 
 
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
-    """Run one rank of a world that a launcher started; returns the `Run`. Rank 0 makes the folder and broadcasts it."""
+    """Runs one rank of a world that a launcher started; returns the `Run`. Rank 0 chooses the folder for all."""
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
@@ -321,7 +330,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
 
 
 def _beside_others(job: Job) -> dict[str, Any]:
-    """Returns the summary as `_here`, on a launcher's rank; `RunError` names ranks that are lost, and how to resume."""
+    """Runs a launcher's rank; returns the summary. `RunError` that names lost ranks and how to resume."""
     from shardwise.ranks.lost import named
 
     try:
@@ -336,7 +345,7 @@ def _beside_others(job: Job) -> dict[str, Any]:
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:
-    """Returns the job as `_placed`; where a launcher started it again, with the first attempt's folder, checkpoint."""
+    """Returns the job as `_placed`; if the launcher has started the run again, with the first attempt's folder."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
         first_run = json.loads(before)
@@ -353,7 +362,7 @@ def _placed_in_turn(job: Job, resume: str | None) -> Job:
 
 @contextmanager
 def _kept_errors(job: Job, name: str) -> Iterator[None]:
-    """Context: writes an error that ends the run into its folder; removes the folder of a run refused at its start."""
+    """Context that writes an error into file `name` of the run's folder, or removes the new folder of a refused run."""
     folder = job.folder
     # a folder with other files belongs to a run that is resumed, and is never removed
     new = set(os.listdir(folder)) <= {LOCK}

@@ -1,7 +1,7 @@
-"""Name ranks that work longer than others between collectives, once each, with the phase. Times: guard/records.
+"""Finds ranks that work longer than others between collectives, and names each once, with the phase of the step.
 
-A rank's own time is that of its steps without what it waited in collectives. It is compared, phase by phase and as a
-whole, with the median of the ranks that do the same work: those of its pipeline stage.
+A rank's own time (guard/records) is the time of its steps without its waits in collectives. It is compared, phase by
+phase and for the whole step, with the median of the ranks that do the same work, those of its pipeline stage.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from statistics import median_low
 from shardwise.engine.engine import Engine
 from shardwise.guard.points import PHASES, record
 
-TIMES = 2.0  # the median
-LOOKS = 5  # in a row
-LEAST_S = 0.005  # a step: below it, what a host does besides decides
-COSTS = 0.05  # of a step's time that the others wait: less is not worth a word
-# of a step, as `guard.points` names them, each until the next one begins
+TIMES = 2.0  # a slow rank needs more than so many times the median
+LOOKS = 5  # consecutive comparisons in which a rank must be slow
+LEAST_S = 0.005  # seconds a step: below it, other work of the host decides
+COSTS = 0.05  # smallest excess over the median, as a fraction of the step's time, that gives a notice
+# phases of a step in `guard.points`; each lasts until the next one begins
 PHASE_NAMES = {name: phase.words for name, phase in PHASES.items() if phase.words}
 
 
 class Stragglers:
-    """Finds slow ranks from the rows of all ranks; each rank has one and sees the same rows."""
+    """Finder of slow ranks. Every rank has one, and all get the same rows. `named`: ranks that had a notice."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -30,7 +30,10 @@ class Stragglers:
         self.named: set[int] = set()
 
     def row(self, steps: int) -> list[float]:
-        """Returns [pipeline stage, seconds of own work per step by phase of `PHASE_NAMES`] since the last call."""
+        """Returns [pipeline stage, own seconds per step in each phase of `PHASE_NAMES`] since the last call.
+
+        steps   number of steps since then
+        """
         mine = record()
         now = {phase: mine.own_s.get(phase, 0.0) if mine is not None else 0.0 for phase in PHASE_NAMES}
         own = [max(0.0, now[phase] - self._own_s[phase]) / max(steps, 1) for phase in PHASE_NAMES]
@@ -38,9 +41,10 @@ class Stragglers:
         return [float(self.engine.mesh.pp.index), *own]
 
     def look(self, rows: list[list[float]], step_s: float) -> None:
-        """Judge every rank by its `row`, in rank order; add a notice on a rank that was slow `LOOKS` times in a row.
+        """Adds a notice on each rank that has been slow `LOOKS` times in a row.
 
-        step_s   seconds of a step since the last look, waits and all
+        rows     `row` of every rank, in rank order
+        step_s   seconds per step since the last call, with waits
         """
         stages: dict[float, list[list[float]]] = defaultdict(list)
         # pipeline stages have unequal work, so a rank is compared only with ranks of its own stage
@@ -48,13 +52,17 @@ class Stragglers:
             stages[stage].append([*own, sum(own)])
         for rank, (stage, *own) in enumerate(rows):
             of_stage = list(zip(*stages[stage], strict=True))
-            # a phase before the whole step, which it makes slow too
+            # phases before the whole step (""), so that a notice names the phase
             for what, mine, others in zip([*PHASE_NAMES, ""], [*own, sum(own)], of_stage, strict=True):
                 self._judge(rank, what, mine, others, step_s)
 
     def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...], step_s: float) -> None:
-        """Count how often in a row a rank was slow in a phase ("": the step), beside the `others` of its stage."""
-        usual = median_low(others)  # of two ranks the other one's
+        """Counts how often in a row a rank was slow in a phase, and adds a notice at `LOOKS`.
+
+        what     the phase; "": the whole step
+        own      the rank's own seconds per step in it; `others`: those of all ranks of its stage
+        """
+        usual = median_low(others)  # with two ranks this is the faster one's time
         slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S and own - usual > COSTS * step_s
         self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0
         if self._slow[rank, what] == LOOKS and rank not in self.named:

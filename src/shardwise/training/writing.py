@@ -1,4 +1,4 @@
-"""Let the text model write a few lines at the end of a run."""
+"""Generates a few lines with the text model at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardwise.data.tokenizer import read_tokenizer
 from shardwise.engine.engine import Engine
 from shardwise.task import Task
 
-PROMPT = b"\ndef "  # to the built-in corpus; text of one's own is continued from its held-out part
+PROMPT = b"\ndef "  # prompt for the built-in corpus; for the user's files it is the beginning of their held-out part
 PROMPT_TOKENS = 8
 TEMPERATURE = 0.8
 
 
 def written_text(engine: Engine, task: Task, config: Config) -> str | None:
-    """Returns `config.train.generate` generated tokens as text on rank 0; None elsewhere, and of 0. Collective."""
+    """Returns `config.train.generate` generated tokens as text on rank 0; None on other ranks or if 0. Collective."""
     if not config.train.generate:
         return None
     full = engine.full_parameters()
@@ -24,7 +24,7 @@ def written_text(engine: Engine, task: Task, config: Config) -> str | None:
         for _ in full:
             pass
         return None
-    # building the model draws weights, which would advance the run's generator
+    # building the model draws random weights, which would advance the run's RNG
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = task.model()
         own = dict(model.named_parameters())

@@ -26,24 +26,26 @@ from shardwise.part.sums import plain
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, used
 
-# names that a trace for the compiler meets; of the second, an overload has no running statistics
+# names in a trace for the compiler; an overload of the second takes no running statistics
 _TRACED = ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
 
 
 def _as_in_a_run(args: tuple, name: str) -> tuple:
     """Returns the arguments of a traced batch norm as `native_batch_norm` takes them."""
+    # (input, weight, bias, mean, var, momentum, eps), to which `training` is added
     if name == _TRACED[0]:
         return (*args[:5], False, *args[5:])
+    # six arguments are the overload without running mean and variance
     return (*args[:3], None, None, *args[3:]) if len(args) == 6 else args
 
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns this rank's channels of a weight or a statistic (C,), or None where the norm has none."""
+    """Returns this rank's channels of a weight or a statistic `t` (C,); None for None."""
     return None if t is None else t.local if is_part(t) else x.share(t, 0).contiguous()
 
 
 def _lead(func: Any, x: Any, args: tuple) -> Part:
-    """Returns x where it is cut along channels alone and every rank has some; else raises `Uncut`."""
+    """Returns x; raises `Uncut` unless it is cut along channels alone, with some on every rank."""
     plain = not isinstance(x.local, Part) if is_part(x) else False
     vectors = [part for part in parts_in(args) if part.dim() == 1]
     if plain and x.dim_cut == 1 and all(x.owners.counts) and all(part.dim_cut == 0 for part in vectors):
@@ -53,7 +55,10 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
 
 @rule("native_batch_norm", *_TRACED)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
+    """Returns (output cut like x, mean, inverse standard deviation), the last two (C,) cut along channels.
+
+    In training it updates the running statistics, which are whole on every rank, in place.
+    """
     # two names that a trace for the compiler meets: run as the operation that a run calls
     if func._opname in _TRACED:
         func, args = torch.ops.aten.native_batch_norm.default, _as_in_a_run(args, func._opname)
@@ -139,7 +144,10 @@ def _keep(
     running_mean: torch.Tensor | None, running_var: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor,
     count: int, momentum: float,
 ) -> None:  # fmt: skip
-    """Updates running mean and (unbiased) variance in place, by the same numbers on every rank."""
+    """Updates running mean and (unbiased) variance in place, by the same numbers on every rank.
+
+    mean, var  (C,) of this batch, the variance biased;  count  elements that each is computed over, on all ranks
+    """
     if running_mean is None or running_var is None:
         return
     with torch.no_grad():
@@ -150,7 +158,7 @@ def _keep(
 
 @label("native_batch_norm")
 def batch_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels the output by x's channels, each with its weight and bias; False where x has other labels, or none."""
+    """Labels the output by x's channels, united with weight and bias; False if x has other labels, or none."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False

@@ -1,6 +1,6 @@
-"""Convolutions, plain and transposed: by samples, channels or whole groups; labels; on tiles with the halo fetched.
+"""Convolutions, plain and transposed, cut along samples, channels or whole groups, and on tiles with a halo exchange.
 
-On tiles by `deep` or `overlap` (plain ones alone) where these can, else the halo is waited for.
+On tiles a plain convolution goes by `part/tiles/deep` or `part/tiles/overlap` if these can; others wait for the halo.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -28,9 +28,9 @@ from shardwise.part.tiles.windows import answers, cuts, used, windowed
 
 @rule("convolution")
 def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x (N, C, ...) * w (O, C/g, ...), cut by samples or output channels (groups), a `Sum` by input channels.
+    """Returns x (N, C, ...) convolved with w (O, C/g, ...), cut along samples or output channels.
 
-    A transposed one has w (C, O, ...), and is cut by output or by input channels.
+    A `Sum` over ranks if input channels are cut. A transposed one has w (C, O, ...), cut along either's channels.
     """
     x, w, b, stride, padding, dilation, transposed, output_padding, g = args
     rest = (stride, padding, dilation, transposed, output_padding)
@@ -59,7 +59,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
-    """Returns a depthwise convolution's x cut along channels as the weight; a whole x (of a pipeline's message) too."""
+    """Returns x; a whole one (as a pipeline stage receives it) of a depthwise convolution, cut as w's groups are."""
     if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
         return x
     groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)
@@ -67,7 +67,11 @@ def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
 
 
 def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
-    """Returns the convolution of this rank's input channels; zeros of the result's shape on a rank without channels."""
+    """Returns the convolution over this rank's input channels; zeros of the result's shape on a rank without any.
+
+    x, w   this rank's shares;  whole  (x, w) with their global shapes
+    rest   (stride, padding, dilation, transposed, output padding)
+    """
     if x.shape[1]:
         return func(x, w, None, *rest, 1)
     empty = (torch.empty(each.shape, device="meta") for each in whole)
@@ -122,7 +126,7 @@ def _channels(func: Any, args: tuple, transposed: bool, groups: int) -> tuple[in
 
 
 def _convolution(plain: Callable, dims: int) -> Callable:
-    """Returns the function that does what `plain`, a convolution over `dims` spatial dims, does on tiles too."""
+    """Returns a function with the arguments of `plain`, a convolution over `dims` dims, that takes tiles too."""
 
     def convolution(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
@@ -168,13 +172,14 @@ def _convolution(plain: Callable, dims: int) -> Callable:
 
 
 def _positive(size: int, input: torch.Tensor, kernel: Sequence[int]) -> int:
+    """Returns `size`, a number of outputs; raises `RuntimeError` if it is less than 1."""
     if size < 1:  # as torch's kernel does, which is given a window of it, with a shape that the user does not know
         raise RuntimeError(f"a kernel of {tuple(kernel)} is larger than the padded input {tuple(input.shape)}")
     return size
 
 
 def _transposed(plain: Callable, dims: int) -> Callable:
-    """Returns the function that does what `plain`, a transposed convolution over `dims` dims, does on tiles too."""
+    """Returns a function with the arguments of `plain`, transposed over `dims` spatial dims, that takes tiles too."""
 
     def transposed(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
@@ -218,7 +223,10 @@ for _dims, _plain, _back in (
 
 @label("convolution")
 def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels the output by w's output channels, x's with w's input channels; False where x or w has other labels."""
+    """Labels the output by w's output channels, and unites x's labels with w's input channels.
+
+    False if x has labels along other dims than channels, or w is no parameter with its channels as dims.
+    """
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)

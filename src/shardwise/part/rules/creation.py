@@ -1,4 +1,4 @@
-"""`new_zeros`, `zeros_like` and the like of a distributed tensor, and reading its values in Python."""
+"""New tensors like a distributed one (`new_zeros`, `zeros_like`), and reading a tensor's values in Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.new_empty_strided(sizes, strides)`: a part where the sizes are x's own, else a plain tensor.
 
-    Autograd lays a gradient out like its tensor by it, where the two lie in memory in different orders.
+    Autograd calls it to give a gradient the strides of its tensor, if the two differ.
     """
     part, sizes, strides = args[0], tuple(args[1]), tuple(args[2])
     if part.may_gather or sizes != tuple(part.shape):
@@ -36,15 +36,16 @@ def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `zeros_like(x)`, cut as x; plain where `x` may be gathered, since anything may be written into it."""
+    """Returns `zeros_like(x)`, cut as x; plain if `x` may be gathered, since anything may be written into it."""
     part = args[0]
     if not part.may_gather:
         return pointwise(func, args, kwargs)
     as_it_lies = torch.empty_strided(part.shape, part.whole_strides, dtype=part.dtype, device=part.device)
-    return func(as_it_lies, *args[1:], **kwargs)  # numbers are drawn into it in the order of memory
+    return func(as_it_lies, *args[1:], **kwargs)  # random numbers fill it in the order of memory: that of one process
 
 
 def _read(function: Callable) -> Callable:
+    """Returns `function`, a method of tensors, made to run on the gathered tensor. Collective."""
     return lambda part, *args, **kwargs: function(plain(part.detach()), *args, **kwargs)
 
 

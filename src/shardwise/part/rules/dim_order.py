@@ -1,6 +1,7 @@
-"""Dims in another order, new ones, or gone: transposes, permutations, (un)squeezing, expanding, repeating.
+"""Operations that reorder, add, drop or repeat dims: transposes, permutations, (un)squeezing, expanding, repeating.
 
-The cut goes where its dim goes; nothing is sent.
+The result is cut along the dim that the cut dim becomes. Nothing is sent, unless a cut dim of size one is dropped or
+expanded.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -31,14 +32,14 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _lying(made: Part, part: Part, dims: list[int]) -> Part:
-    """Returns the part `made` with the strides of `part`'s dims `dims`, as a share of one index does not show them."""
+    """Sets `made.whole_strides` to those of `part`'s dims `dims`, which its share may not show; returns `made`."""
     made.whole_strides = tuple(part.whole_strides[d] for d in dims)
     return made
 
 
 @rule("t", "numpy_T")
 def t(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the transpose of a matrix, the cut on its other dim."""
+    """Returns the transpose of a matrix, cut along the other dim."""
     part = args[0]
     return part.with_local(part.local.t(), 1 - part.dim_cut if part.dim() == 2 else part.dim_cut)
 
@@ -109,7 +110,7 @@ def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("repeat")
 def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x.repeat(times)`: the owners of the cut dim are repeated as its indices are."""
+    """Returns `x.repeat(times)`, the owners of the cut dim repeated as its indices are."""
     part, times = args[0], list(args[1])
     dim = part.dim_cut + len(times) - part.dim()
     owners = tiled(part.owners, times[dim])
@@ -121,7 +122,7 @@ label("transpose", "t", "numpy_T", "permute")(rearranged)
 
 @label("expand", "expand_copy")
 def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.expand(sizes)`, repeated elements by the label of the one that they repeat. Always True."""
+    """Labels `x.expand(sizes)`; repeated elements have the label of the element that they repeat. Always True."""
     x = args[0]
     # a weight's matrix that gets dims in front, and repeats none of its own, stays known as that weight
     if param_of(x) is not None and x.dim() > 1:

@@ -1,4 +1,4 @@
-"""Rows of a table (`F.embedding`): cut by rows a sum to which one rank adds each, cut by columns local.
+"""Look-ups in a table (V, H) (`F.embedding`): cut along V a `Sum`, to which a row's owner adds it; cut along H local.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -23,7 +23,7 @@ from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, r
 
 @rule("embedding")
 def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns rows of w (V, H): cut along V a sum, to which one rank adds each row; cut along H local."""
+    """Returns the rows of w (V, H) at `index`: a `Sum` if w is cut along V, a part if w along H or the index is cut."""
     weight, index = args[:2]
     if is_part(index) and not is_part(weight):  # rows of a whole table for this rank's indices
         return index.with_local(func(weight, index.local, *args[2:], **kwargs))
@@ -39,9 +39,9 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """`embedding` of a table cut by rows, whose gradient is made for this rank's rows alone.
+    """`embedding` in a table cut along V, whose backward makes the gradient of this rank's rows alone.
 
-    ATen's backward of an embedding is not given the table, and would make the gradient of all rows on every rank.
+    ATen's backward of an embedding does not get the table, so it would make the gradient of all rows on every rank.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ def rows_of(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Returns `F.embedding(indices, table)` of a table or indices that are cut."""
+    """Returns `F.embedding(index, weight, ...)` if either is cut; by `_Rows` if the table is cut along V."""
     by_rows = is_part(weight) and weight.dim_cut == 0 and not is_part(index)
     # max_norm renews rows in place, and scale_grad_by_freq counts indices in backward: left to ATen's operation
     if not by_rows or max_norm is not None or scale_grad_by_freq:
@@ -87,7 +87,7 @@ FUNCTIONS[F.embedding] = rows_of
 
 @rule("embedding_dense_backward")
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns a table's gradient (V, H): cut along H as the table is, or a `Sum` where ranks read a whole table."""
+    """Returns a table's gradient (V, H), cut along H as the table is; a `Sum` if ranks read a whole table."""
     gradient, index = args[:2]
     # the table is cut along H, and each rank has its columns of the gradient
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
@@ -104,7 +104,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
 
 @label("embedding")
 def embedding_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels looked-up rows by the table's columns; False where the table is no weight, or the index has labels."""
+    """Labels the result by the table's columns (H); False if the table is no parameter, or the index has labels."""
     param = _weight(args[0])
     # an index with labels may be cut as well: a rank would look up its part of the rows alone
     if param is None or getattr(args[1], "_axis_labels", None) is not None:

@@ -1,11 +1,11 @@
-"""Fourier transforms: on tiles the cut moves to a dim that is not transformed, and back, by all-to-alls.
+"""Fourier transforms; on tiles an all-to-all moves the cut to a dim that is not transformed, and another one back.
 
     x (B, C, H, W) cut along H over d0, along W over d1; rfft2 over H and W
     moved       d0 and d1 cut channels (or samples)         the transform is local
     moved back  d0 cuts H, d1 cuts the W/2 + 1 frequencies
 
-Of all dims, or of a few samples in many pieces (`stft`), the field is gathered. Received by a rank: (p-1)/p of its
-share each way.
+If all dims are transformed, and for `stft` and `istft`, the field is gathered. Received by a rank: (p-1)/p of its share
+each way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from shardwise.part.tiles.windows import answers, cuts, opened, placed
 
 
 def _moving(plain: Callable, usual: Any) -> Callable:
-    """Returns `plain`, a transform, made to take tiles too. `usual`: its dims where the call names none (None: all)."""
+    """Returns a function with the arguments of `plain`, a transform, that takes tiles too.
+
+    usual  the dims that it transforms if the call names none: an int, a tuple, or None for all
+    """
 
     def transform(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns `plain` of a tensor of which any dim may be cut. Collective."""
@@ -66,7 +69,11 @@ def _moving(plain: Callable, usual: Any) -> Callable:
 
 
 def _home(field: torch.Tensor, dims: Any, cut: CutDim) -> int | None:
-    """Returns the dim, of those that are not transformed, that gives each rank the most indices; None for none."""
+    """Returns the dim to which `cut` is moved: the one not in `dims` that gives each rank the most indices.
+
+    dims  those that are transformed
+    None if no other dim can take the cut.
+    """
     room = {dim: float(n) for dim, n in enumerate(field.shape) if dim not in dims}
     depths = {other.dim: other.axis.depth for other in cuts(field, room)}
     for other in cuts(field, room):  # its indices are shared already
@@ -88,7 +95,10 @@ done_whole("stft", "istft")
 
 
 def _of_a_whole_field(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> torch.Tensor:
-    """Returns the transform of a gradient that arrives in tiles: every rank did the transform of a whole field."""
+    """Returns the transform of the gathered `part`, a gradient that arrives cut although the forward ran whole.
+
+    Raises `Uncut` if it is cut over an axis of weights.
+    """
     if not part.axis.positions:
         raise Uncut(no_rule(func, [part]))
     return func(gathered(part), *list(arguments.values())[1:])

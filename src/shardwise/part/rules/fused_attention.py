@@ -1,4 +1,4 @@
-"""Fused attention on cut heads (or samples): local. On cut positions: parallel/sequence; written out: products.
+"""Fused attention cut along heads or samples, computed locally. Cut positions: parallel/sequence; unfused: products.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -25,10 +25,13 @@ _FORWARD = (
 
 
 class _Heads:
-    """Queries (B, H, S, D), keys and values (B, H / g, S, D), cut along heads or samples; some may be whole.
+    """One call's queries (B, H, S, D), keys and values (B, H / g, S, D), cut along heads or samples; some may be whole.
 
-    Of samples any of the three, as learned queries are: each rank takes its own. Of heads, keys and values of more
-    ranks than key heads: each rank picks those that its queries read.
+    Cut along samples, any of the three may be whole (learned queries), and each rank takes its own samples. Cut along
+    heads, keys and values may be whole (more ranks than key heads), and each rank picks the heads its queries read.
+
+    func, args  the operation and its arguments;  names  argument name -> value, defaults included
+    Raises `Uncut` for other cuts.
     """
 
     def __init__(self, func: Any, args: tuple, names: dict[str, Any]):
@@ -51,12 +54,12 @@ class _Heads:
 
     @property
     def read(self) -> torch.Tensor:
-        """Returns (own query heads,) the index of the key head that each reads."""
+        """Returns (own query heads,) the global index of the key head that each of this rank's query heads reads."""
         mine = to_device(self.part.owners.indices(self.part.axis.index), self.part.device)
         return mine // self.queries_per_key
 
     def local(self, tensor: Any) -> Any:
-        """Returns this rank's share of an input; a mask that all heads share is returned unchanged."""
+        """Returns this rank's share of an argument; one without the cut dim, or no tensor, is returned unchanged."""
         if is_part(tensor):
             return tensor.local
         # more ranks than key heads: they are whole, and several ranks read the same one
@@ -94,7 +97,10 @@ class _Heads:
         return self.part.with_local(local, self.dim)
 
     def gradient(self, of: torch.Tensor, local: Any) -> Any:
-        """Returns the gradient of input `of`, cut as it is; of whole keys and values a sum over ranks. Collective."""
+        """Returns the gradient of input `of`, cut as it is; of whole keys and values summed over ranks. Collective.
+
+        local  this rank's gradient, or None
+        """
         if local is None:
             return None
         if is_part(of):
@@ -109,7 +115,7 @@ class _Heads:
 
 @rule(*_FORWARD)
 def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns (output, log-sum-exp, ...) of fused attention, cut along heads; generator states are the same on all."""
+    """Returns (output, log-sum-exp, ...) of fused attention; tensors of three dims or more are cut as the queries."""
     names = arguments_of(func, args, kwargs)
     if names.get("dropout_p"):
         raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
@@ -136,7 +142,10 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 def attention_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels attention by head, each with the keys and values that it reads; False if these alone have labels."""
+    """Labels the output by head, united with the keys and values that each reads; False if the queries have no labels.
+
+    True too if none of the three has labels.
+    """
     heads = []
     for x in args[:3]:
         labels = axes.labels(x)

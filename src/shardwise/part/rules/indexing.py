@@ -1,8 +1,8 @@
 """Reading at indices: `x[i, j]`, `index_select`, `gather`, `take_along_dim`; by masks: masks; writing: scatters.
 
-By plain indices of the cut dim each entry's owner adds it to a sum; by indices that are cut each rank reads at its own,
-and of a cut dim too where these name what the rank has (places that a mask selects).
-Where tiles name the places of a field that is cut too, every rank gathers it, and the run says what that costs.
+By plain indices of the cut dim, each entry's owner adds it to a `Sum`. By cut indices, each rank reads at its share of
+the indices; along a cut dim it can if they name indices that the rank owns (places that a mask selects).
+If tiles hold indices into a field that is cut too, every rank gathers the field, and the run says what that costs.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -29,7 +29,7 @@ from shardwise.part.tiles.windows import answers, cuts
 
 
 def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns, of given indices of the cut dim, (bool: this rank owns it; int: its place in the share, else 0)."""
+    """Returns, for global indices of the cut dim, (whether this rank owns each, its place in the share or else 0)."""
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
@@ -40,7 +40,10 @@ def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
-    """Raises IndexError, as one process would, for an index outside the range; on a GPU asserts without waiting."""
+    """Raises `IndexError` if an index lies outside `0..size-1`, as one process would; on a GPU asserts without waiting.
+
+    what  word for the index in the message;  ignored  an index that is allowed although it is outside
+    """
     if isinstance(index, Distributed) or not has_values(index) or not index.numel():
         return  # of an index that an axis further in cuts too, to read this would take collectives
     wrong = (index < 0) | (index >= size)
@@ -50,12 +53,15 @@ def check_range(index: torch.Tensor, size: int, what: str, ignored: int | None =
 
 
 def owned_alone(read: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
-    """Returns what was read at `place_of`, with zeros where others own it: there it may be infinite, or no number."""
+    """Returns `read` with zeros where `owned` is False; multiplying by 0 instead would keep inf and NaN."""
     return read.masked_fill(~owned, 0)
 
 
 def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
-    """Returns the indices, that of the cut dim as places in this rank's share; None where it may name others' rows."""
+    """Returns `indices` with that of dim `dim` as places in this rank's share; None if it may name other ranks' rows.
+
+    dim, owners  the cut dim and its owners
+    """
     named: Any = indices[dim] if dim < len(indices) else None
     if not is_part(named) or not named.names_own(owners):
         return None
@@ -65,13 +71,13 @@ def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
 
 
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns a share with an index of zeros appended along `dim`, read in place of the indices of other ranks."""
+    """Returns a share with one index of zeros appended along `dim`, which is read for indices that others own."""
     return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
 
 
 @rule("index_select")
 def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `x.index_select(dim, places)`, where x or the places are cut; a `Sum` along x's cut dim."""
+    """Returns `x.index_select(dim, places)` if x or the places are cut; a `Sum` if x is cut along `dim`."""
     x, dim, places = args
     if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
         return places.with_local(func(x, dim, places.local), dim % x.dim())
@@ -88,7 +94,7 @@ def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("gather")
 def gather(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `x.gather(dim, index)`, where x or the index is cut, or both are cut alike."""
+    """Returns `x.gather(dim, index)` if x or the index is cut, or both are cut alike; else raises `Uncut`."""
     x, dim, index = args[:3]
     along_dim = dim % x.dim()
     if not is_part(x):
@@ -103,7 +109,7 @@ def gather(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
-    """Returns `gather(x, dim, index)` along a dim that is whole, by an index with an entry for every cut position."""
+    """Returns `part.gather(dim, index)` along a dim that is not cut; the index is as long as it along the cut dim."""
     cut = part.dim_cut
     if index.shape[cut] != part.shape[cut]:
         raise Uncut(no_rule(func, [part]))
@@ -111,7 +117,7 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
 
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns `x.gather(dim, index)` along the cut dim, plain. Collective."""
+    """Returns `x.gather(dim, index)` along the cut dim by a plain index, whole on every rank. Collective."""
     check_range(index, x.shape[dim], "index")
     owned, place = place_of(x, index)
     # a rank without indices reads zeros
@@ -120,7 +126,7 @@ def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 class _Entries(torch.autograd.Function):
-    """Differentiable `x.gather(dim, index)` along the cut dim: an entry's gradient goes to the rank that owns it."""
+    """Differentiable `x.gather(dim, index)` along the cut dim, in whose backward each rank keeps its own entries."""
 
     @staticmethod
     def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -141,7 +147,7 @@ class _Entries(torch.autograd.Function):
 
 
 def entries_of(x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Returns `x.gather(dim, index)` of a part."""
+    """Returns `x.gather(dim, index)`; along the cut dim by a plain index as the differentiable `_Entries`."""
     if not is_part(x) or is_part(index) or dim % x.dim() != x.dim_cut or kwargs:
         return torch.gather(x, dim, index, **kwargs)
     return _Entries.apply(x, dim % x.dim(), index)
@@ -152,7 +158,7 @@ FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
 
 @rule("index")
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x[i, j, ...]`: on the share by plain indices of whole dims; masks, cut indices have a case each."""
+    """Returns `x[i, j, ...]`; `args` are x and its list of indices, None for a dim that is not indexed."""
     part, indices = args[0], list(args[1])
     # a mask selects a number of elements that differs between ranks
     if is_mask(indices):
@@ -179,7 +185,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
-    """Returns `x[i, j, ...]` of a plain tensor by cut indices, as a part: each rank reads at its share of them."""
+    """Returns `x[i, j, ...]` of the plain x by cut indices, as a part cut as they are; each rank reads at its share."""
     used = [d for d, i in enumerate(indices) if i is not None]
     lead = parts_in(indices)[0]
     place = lead.dim_cut - lead.dim()
@@ -191,7 +197,10 @@ def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
 
 
 def share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
-    """Returns this rank's share of an index, dealt as `lead`; `place` is the cut dim, counted from the end (< 0)."""
+    """Returns this rank's share of an index tensor, cut as `lead` along dim `place`, which counts from the end (< 0).
+
+    An index that is broadcast along that dim is returned unchanged. Raises `Uncut` for a mask.
+    """
     here = index.dim() + place
     if index.dtype in MASKS:
         raise Uncut(no_rule(func, [lead]))
@@ -201,7 +210,7 @@ def share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> to
 
 
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
-    """Returns `x[i, j, ...]` by plain indices of the cut dim too: a `Sum`, to which each entry's owner adds it."""
+    """Returns `part[i, j, ...]` by plain indices, the cut dim among the indexed, as a `Sum` of owners' entries."""
     wanted = indices[part.dim_cut]
     inner = part.local
     cut_again = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # (tokens of tiles) no row can be appended
@@ -227,13 +236,13 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
 
 
 def places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `place_of` of indices that may count from the end."""
+    """Returns `place_of` of indices that may be negative (count from the end)."""
     return place_of(part, torch.where(wanted < 0, wanted + part.owners.size, wanted))
 
 
 @answers(torch.Tensor.__getitem__, cut_once=False)
 def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
-    """Returns `input[:, i, j]`; where i or j is cut, the dims read are gathered, and each rank reads at its share."""
+    """Returns `input[index]`; if tensors in `index` are cut, the dims that they index are gathered (collective)."""
     indices = index if isinstance(index, tuple) else (index,)
     # masks select, and have a rule of their own
     parts = [item for item in indices if isinstance(item, Part)]
@@ -244,7 +253,7 @@ def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _dims_read(index: tuple, dims: int) -> list[int]:
-    """Returns the dims of which tensors in an index of slices, numbers, None, ... and tensors name the places."""
+    """Returns the dims, of `dims`, that tensors in `index` index; it may hold slices, ints, None and `...` besides."""
     dims_read, rest = [], sum(item is not None and item is not ... for item in index)
     dim = 0
     for item in index:
@@ -256,7 +265,7 @@ def _dims_read(index: tuple, dims: int) -> list[int]:
 
 
 def _readable(input: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """Returns a field that every rank has all of along these dims; what is gathered is noted. Collective."""
+    """Returns a field gathered along these dims, and notes each gathering for the user (`noted`). Collective."""
     for cut in reversed(cuts(input, dims)):
         noted("a field that is read at places of tiles", input, cut)
         input = whole_over_axis(input, cut.axis)
@@ -282,7 +291,7 @@ def gather_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor, **option
 
 @label("gather")
 def gather_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Whether x of `x.gather(dim, index)` may be cut: it has labels along `dim` alone, and the index has none."""
+    """Whether x of `x.gather(dim, index)` may be cut: it has no labels, or along `dim` alone and the index has none."""
     labels = axes.labels(args[0])
     if labels is None or axes.labels(args[2]) is not None:
         return labels is None

@@ -1,4 +1,4 @@
-"""`cat` and `stack`: owners are joined as the indices are; a whole tensor beside cut ones belongs to its neighbour.
+"""`cat` and `stack`: owners are concatenated as the indices are; a whole tensor goes to the rank of its cut neighbour.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -19,7 +19,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 @rule("cat", "stack")
 def cat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `cat` or `stack` of tensors as a part: owners are joined where `dim` is the cut dim, else kept."""
+    """Returns `cat` or `stack` of tensors as a part; owners are concatenated if `dim` is the cut dim, else kept."""
     # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -50,7 +50,10 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) -> list[torch.Tensor]:
-    """Returns the tensors with whole ones (a class token) as parts, which the first or last rank owns."""
+    """Returns the tensors with whole ones (a class token) as parts that the first or the last rank owns entirely.
+
+    lead  the first part among them;  dim  along which they are concatenated, the cut dim
+    """
     dealt: list[torch.Tensor] = []
     for place, tensor in enumerate(tensors):
         if not is_part(tensor):
@@ -64,13 +67,16 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
-    """Whether whole tensors are as long as the cut ones along `dim`: zeros, as for a split's undefined gradients."""
+    """Whether each whole tensor is as long along `dim` as `lead`, like the zeros for a split's undefined gradients."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)
 
 
 @label("cat", "stack")
 def cat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `cat` and `stack`: labels are joined; False where they vary along the dim beside an unlabelled tensor."""
+    """Labels `cat` and `stack` by the concatenated labels.
+
+    False if labels vary along the concatenated dim and a tensor has none.
+    """
     # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()

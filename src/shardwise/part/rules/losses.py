@@ -1,4 +1,4 @@
-"""Losses: by class over cut classes or samples, of elements (`added_up`), and of sequences that are aligned (CTC).
+"""Losses by class (NLL) over cut classes or samples, elementwise losses (`added_up`), and CTC.
 
 nll_loss   cut along classes: one rank has a target's entry      along samples: the sum comes first, then the mean
 ctc_loss   (T, B, C) gathered in forward and again in backward; each rank keeps its positions of the gradient
@@ -25,12 +25,15 @@ from shardwise.trace.elementwise import fit, is_elementwise
 
 
 def _without(dim: int, gone: int) -> int:
-    """Returns dim `dim`'s number once dim `gone` is removed."""
+    """Returns the index of dim `dim` once dim `gone` is removed."""
     return dim - (dim > gone)
 
 
 def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
-    """Returns this rank's share of a tensor with the dims of `x` but that of the classes."""
+    """Returns this rank's share of a tensor that has the dims of `x` except `classes`, cut as x is along another dim.
+
+    Raises `Uncut` if it is cut along another dim than x.
+    """
     place = _without(x.dim_cut, classes)
     if is_part(tensor):
         if tensor.dim_cut != place:
@@ -40,14 +43,17 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def _weight_of(x: Part, target: torch.Tensor, weight: Any, classes: int) -> torch.Tensor:
-    """Returns the weight of each target's class; of what is ignored, which may be no class at all, some class's."""
+    """Returns the weight of each target's class, ones if `weight` is None; of an ignored target that of any class."""
     if weight is None:
         return torch.ones(target.shape, dtype=x.dtype, device=x.device)
     return weight[target.clamp(0, x.shape[classes] - 1)]
 
 
 def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
-    """Returns the divisor of a mean over all ranks' targets. Collective where targets are cut."""
+    """Returns the sum of the weights of all ranks' targets, by which a mean is divided. Collective if they are cut.
+
+    ignored  the target value that does not count;  classes  the dim of classes in x
+    """
     # ranks that have all targets count them all, without a message
     mine = _beside(x, target, classes) if is_part(target) else target
     counted = (mine != ignored).to(x.dtype)
@@ -58,7 +64,10 @@ def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, clas
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, total weight) of x (N, C, ...) log-probabilities, cut along C or along N."""
+    """Returns (loss, total weight) of x (N, C, ...) log-probabilities, cut along C or another dim.
+
+    The loss is whole on every rank, without a reduction and with another dim than C cut a part.
+    """
     x, target, weight, reduction, ignored = args
     # reduction 0: a loss for each target; 1: their mean; 2: their sum
     classes = 0 if x.dim() == 1 else 1
@@ -93,7 +102,10 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of the log-probabilities: minus the weight of the target's class at its place, else zero."""
+    """Returns the gradient of the log-probabilities, cut as they are.
+
+    Minus the weight of the target's class at that class, times the incoming gradient; zero elsewhere.
+    """
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
     # cut along samples: without a reduction the gradient has a number for each target, else it is one number
@@ -113,9 +125,9 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean.
+    """Returns an elementwise loss (`mse_loss`) or its backward, computed without a reduction and then reduced.
 
-    Raises `Uncut` for every operation that is none.
+    Raises `Uncut` for any other operation.
     """
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
@@ -142,7 +154,7 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("_ctc_loss", "_pack_padded_sequence")
 def whole_sequences(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the operation on gathered tensors, on every rank, where positions are cut; else raises `Uncut`."""
+    """Returns the operation computed on gathered positions, on every rank; raises `Uncut` for a cut over weights."""
     return func(*on_whole_positions(func, args), **kwargs)
 
 
@@ -156,7 +168,7 @@ def ctc_loss_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @label("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Whether x of a loss by class may be cut: along classes alone, since one rank has the target's entry."""
+    """Whether x of a loss by class may be cut: it has no labels, or along the dim of classes alone."""
     labels = axes.labels(args[0])
     classes = 0 if args[0].dim() == 1 else 1
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != classes)

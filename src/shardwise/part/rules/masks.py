@@ -8,8 +8,8 @@ Each rank selects in its own share. Who owns which element follows from how many
 front of the cut dim: these counts are summed over ranks, and nothing else is sent. Python reads them, as torch does in
 one process to know how many there are.
 
-Places are numbers of the whole tensor. Each rank has those in its own share, and what reads or writes rows there (the
-tokens of one expert) does so on shares (`rules/indexing`, `rules/scatters`). What has no rule raises `Uncut`.
+Places are indices into the whole tensor. Each rank has those in its own share, and an operation that reads or writes at
+them (the tokens of one expert) runs on shares (`rules/indexing`, `rules/scatters`). What has no rule raises `Uncut`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_mask(indices: list) -> bool:
 
 
 def selected(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x[mask]` as a part; the cut dim may be among those that the mask covers, or not."""
+    """Returns `x[mask]` as a part, whether or not the mask covers the cut dim; `args` are x and its indices."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
     whole = _whole_in_rehearsal(lead, mask)
@@ -54,7 +54,10 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def put(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns x after `x[mask] = values` (or `+=`): values are one number, whole, or cut as `x[mask]` is."""
+    """Returns x after `x[mask] = values` (or `+=`); values are one number, whole, or cut as `x[mask]` is.
+
+    args  (x, indices, values, accumulate, ...) of ATen's `index_put`
+    """
     values, rest = args[2], args[3:]
     x, (place, mask) = args[0], _place(args[1])
     mask = _cut_like(mask, x, place)
@@ -87,7 +90,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("nonzero")
 def nonzero(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `mask.nonzero()` (and `torch.where(mask)`) as a part: a rank has the places in its own share."""
+    """Returns `mask.nonzero()`, (n, dims) int64, as a part; each rank has the places in its own share of the mask."""
     mask, cut = args[0], args[0].dim_cut
     if not mask.axis.positions:
         raise Uncut(no_rule(func, [mask]))
@@ -106,13 +109,16 @@ def nonzero(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _place(indices: list) -> tuple[int, torch.Tensor]:
-    """Returns (how many dims lie in front of those that the mask covers, the mask)."""
+    """Returns (number of dims of x in front of those that the mask covers, the mask)."""
     place = next(place for place, index in enumerate(indices) if index is not None)
     return place, indices[place]
 
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
-    """Returns (the part, of x, mask and values, by whose owners all are dealt, the dim of x that is cut)."""
+    """Returns (the part whose owners cut x, mask and values, the dim of x that is cut).
+
+    place  number of dims of x in front of those that the mask covers
+    """
     # the gradient of a selection, whose own input was whole
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
@@ -129,9 +135,10 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
 
 
 def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None) -> Owners:
-    """Returns the owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
+    """Returns the owners of the selected elements, in the order of the whole tensor. Collective.
 
-    whole  in a rehearsal, the whole mask where it is known
+    lead, mask, cut  the part that is cut alike, this rank's share of the mask, and its cut dim
+    whole            the whole mask, in a rehearsal in which it is known; else None
     """
     axis, owners = lead.axis, lead.owners
     if axis.turns:
@@ -172,7 +179,7 @@ def _of_mine(
 
 
 def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
-    """Returns, in a rehearsal, the whole mask where its values are known (plain, or of the batch); else None."""
+    """Returns the whole mask in a rehearsal in which its values are known (plain, or of the batch); else None."""
     # outside a rehearsal values are read, not known; sums and parts of parts are not whole on this axis
     if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
         return None
@@ -181,9 +188,9 @@ def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
 
 
 def _seen(lead: Part, mask: torch.Tensor, dim: int, whole: torch.Tensor | None) -> torch.Tensor:
-    """Returns the mask; in a rehearsal its share of `whole`, or, where that is not known, one that is true everywhere.
+    """Returns the share `mask`; in a rehearsal this rank's share of `whole`, or, if that is None, a mask of True.
 
-    So tensors that are dealt differently (logits, labels) have one length after one selection, and all ranks come to
+    So tensors that are cut differently (logits, labels) have equal lengths after one selection, and all ranks issue
     the same exchanges.
     """
     if whole is not None:
@@ -198,14 +205,14 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """Returns `x[index]`, a plain mask in `index` first cut as `x` is."""
+    """Returns `x[index]`; a plain mask in `index` is first cut as `x` is."""
     return x[mask_cut_like(x, index)]
 
 
 def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
-    """Returns the index with its plain mask, if it has one, cut as `x` is.
+    """Returns `index` with its plain mask, if that is its only tensor, cut as `x` is.
 
-    Backward keeps the mask, and so knows where the gradient of each element belongs.
+    Backward saves the index, so the mask tells it to which rank the gradient of each element belongs.
     """
     indices = index if isinstance(index, tuple) else (index,)
     masks = [i for i, entry in enumerate(indices) if isinstance(entry, torch.Tensor) and entry.dtype in MASKS]
@@ -220,7 +227,7 @@ def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
 
 
 def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
-    """Returns a plain mask over dims of `x` from `place` on, cut as those are."""
+    """Returns a plain mask that covers dims of `x` from `place` on, cut as these are; a distributed one unchanged."""
     if not isinstance(x, Distributed) or isinstance(mask, Distributed):
         return mask
     if not isinstance(x, Part) or not place <= x.dim_cut < place + mask.dim():

@@ -1,4 +1,4 @@
-"""Modules' norms (layer, RMS, group): local where what they run over is whole; of tiles with the field's statistics.
+"""Layer, RMS and group norms: local if the normalised dims are whole; on tiles with statistics over all ranks.
 
     mean = sum_r sum(x_r) / n        var = sum_r sum((x_r - mean)^2) / n        over all ranks' tiles
     y = (x - mean) / sqrt(var + eps) * w + b
@@ -35,7 +35,7 @@ from shardwise.trace.leaves import tensors_in
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output, mean, rstd) of a layer or RMS norm over last dims that are not cut, each cut as x is."""
-    part, shape = args[0], args[1]
+    part, shape = args[0], args[1]  # then weight, bias, eps
     if not is_part(part) or parts_in(args[2:]) or part.dim_cut >= part.dim() - len(shape):
         raise Uncut(f"a norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
     return tuple(part.with_local(each) for each in func(part.local, *args[1:], **kwargs))
@@ -45,7 +45,7 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (dx cut like x, gradients of weight and bias as sums over ranks) of a layer or RMS norm."""
     part = args[1] if is_part(args[1]) else parts_in(args)[0]
-    # statistics over a cut dim have no rule here
+    # args[2] is the normalised shape: statistics over a cut dim have no rule here
     if part.dim_cut >= part.dim() - len(args[2]):
         raise Uncut(no_rule(func, parts_in(args)))
 
@@ -82,21 +82,21 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def as_weights(x: Any, *weights: Any) -> Any:
-    """Returns x (N, C, ...); a whole one, as a pipeline stage is sent it, cut as the weights (C,) are."""
+    """Returns x (N, C, ...); a whole one (as a pipeline stage receives it) beside cut weights (C,), cut along C."""
     lead = next(iter(parts_in(weights)), None)
     return x if is_part(x) or lead is None else lead.with_local(lead.share(x, 1), 1, lead.owners)
 
 
 def _of_rows(x: Any, *weights: Any) -> bool:
-    """Whether x (N, C, ...) of a group norm is cut along N, and its weights are whole.
+    """Whether x (N, C, ...) of a group norm is cut along N and its weights are whole.
 
-    So (B, S, C) cut along S becomes, viewed as (B * S, C).
+    For example (B, S, C), cut along S and viewed as (B * S, C).
     """
     return is_part(x) and x.dim_cut == 0 and not parts_in(weights)
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
-    """Returns the owners of x's groups of channels. `Uncut` where a group lies on several ranks, or a rank has none."""
+    """Returns the owners of x's `count` groups of `channels`; raises `Uncut` unless each rank has whole groups."""
     if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
         if repeated(groups, channels // count) == x.owners and all(groups.counts):
@@ -106,9 +106,9 @@ def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
 
 @rule("native_group_norm_backward")
 def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns a group norm's (dx, dweight, dbias), cut along channels; of x cut by rows, the last two are sums."""
+    """Returns a group norm's (dx, dweight, dbias), cut along channels; if x is cut along N, the last two are `Sum`s."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
-    # rows of a batch are cut: every rank has whole groups of its own samples
+    # samples are cut: every rank has whole groups of its own ones
     if _of_rows(x, w):
         dy, mean, rstd = (share_as(tensor, x, x.dim_cut, func).contiguous() for tensor in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
@@ -136,10 +136,12 @@ def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 class _Standardised(torch.autograd.Function):
-    """(y, mean, variance) of this rank's tile, over `dims` and over the ranks of the axes; the last two are constants.
+    """Normalises this rank's tile with statistics over `dims` and over the ranks of `axes`: (y, mean, variance).
+
+    Mean and variance have no gradient.
 
     weight, bias  None, or of a shape that broadcasts to x's
-    count         elements in all that one mean is of
+    count         elements that one mean is over, on all ranks
     """
 
     @staticmethod
@@ -165,7 +167,7 @@ class _Standardised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
-        """Returns the gradients of x, weight and bias: dx by two sums over ranks, the others this rank's summands."""
+        """Returns the gradients of x (by two sums over ranks), weight and bias (this rank's summands), else None."""
         (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
         if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)
@@ -190,7 +192,7 @@ def _differentiable(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dims: list[int],
     axes: tuple[Axis, ...], count: int, eps: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Returns the gradients of x, weight and bias by differentiable operations: statistics are computed again."""
+    """Returns the gradients of x, weight and bias by differentiable operations, from statistics computed again."""
     # derivatives of statistics over ranks are not known where channels are cut too
     if any(isinstance(tensor, Distributed) for tensor in (gradient, x, weight, bias)):
         raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
@@ -216,9 +218,9 @@ def _by_group(
     input: torch.Tensor, cut_dims: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, samples: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (y, mean, variance) of x (N, C, ...): statistics of each group of channels, of each sample or of all.
+    """Returns (y, mean, variance) of x (N, C, ...), normalised within each of `groups` groups of channels.
 
-    samples  of all: as a batch norm has them
+    samples  Whether statistics are over all samples (batch norm), not over each one
     """
     tile = opened(input, cut_dims)
     n, channels, *space = tile.shape
@@ -283,7 +285,7 @@ def rms_norm(
 
 @label("native_layer_norm", "_fused_rms_norm")
 def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a layer norm: what it runs over lies on one rank, weights on every rank. Always True."""
+    """Labels a layer norm, with the labels along the normalised dims united and its weights kept whole. Always True."""
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
@@ -306,7 +308,7 @@ def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: 
 
 @label("native_group_norm")
 def group_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels the output by x's channels, those of a group on one rank; False where x has other labels, or none."""
+    """Labels the output by x's channels, those of a group united; False if x has labels along other dims, or none."""
     x, w, b, _, channels, _, groups, _ = args
     labels = axes.labels(x)
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):

@@ -1,4 +1,4 @@
-"""Padding, flips, rolls (else `Uncut`): a rank fetches the indices that its share shows. Boundaries: boundary.py."""
+"""Padding, flips, rolls: each rank fetches the indices that its share of the result shows. Boundaries: boundary.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ over("constant_pad_nd", dims=lambda x, given: [x.dim() - 1 - at // 2 for at, wid
 def pad(
     input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Returns `F.pad` of a tensor of which any dim may be cut: constant, circular, reflect or replicate."""
+    """Returns `F.pad` of a tensor of which any dim may be cut, in any of torch's modes."""
     # by dim, (front, behind): torch counts pairs from the last dim; what is popped below is padded by a fetch
     widths = {input.dim() - 1 - place: (pad[2 * place], pad[2 * place + 1]) for place in range(len(pad) // 2)}
     found = cuts(input, range(input.dim()))
@@ -51,7 +51,10 @@ def pad(
 def _locally(
     tile: torch.Tensor, widths: dict[int, tuple[int, int]], length: int, mode: str, value: float | None
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a tile padded along dims that are not cut. `length`: of the list that `F.pad` was given."""
+    """Returns a tile padded along dims that are not cut.
+
+    widths  dim -> (front, behind);  length  of the list that the user gave `F.pad`
+    """
     if not any(map(any, widths.values())):
         return tile
     if tile.numel() or mode == "constant":  # a list as long as the user's: modes take only as many pairs as they know
@@ -65,7 +68,10 @@ def _locally(
 
 @lru_cache(REMEMBERED)
 def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
-    """Returns the index, of n, that each padded index shows; one outside where it shows the constant."""
+    """Returns, for each of the n + before + after padded indices, the index that it shows.
+
+    An index outside 0..n-1 stands for the constant. Raises `RuntimeError` for widths that torch refuses.
+    """
     places = np.arange(-before, n + after)
     # negative padding cuts off: torch refuses less than nothing, and so must this
     if n + before + after < 0:
@@ -91,7 +97,10 @@ def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
 
 
 def reordered(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> Part:
-    """Returns `flip(x, dims)` or `roll(x, shifts, dims)` of positions, dealt as x. Collective."""
+    """Returns `flip(x, dims)` or `roll(x, shifts, dims)` of cut positions, cut as x is. Collective.
+
+    Raises `Uncut` for a cut over weights, and for a roll of the flattened tensor.
+    """
     listed, rolls = [d % part.dim() for d in arguments["dims"]], func._schema.name == "aten::roll"
     shifts = arguments["shifts"] if rolls else [0] * len(listed)
     if not part.axis.positions or len(listed) != len(shifts):  # without dims torch rolls the flattened tensor

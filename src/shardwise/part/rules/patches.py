@@ -1,4 +1,4 @@
-"""Windows as dims: `Tensor.unfold`. `F.unfold` and `F.fold` of tiles: rare. Paddings by a boundary: boundary.py.
+"""`Tensor.unfold`, which makes windows a dim. `F.unfold` and `F.fold` of tiles: rare. Boundaries: boundary.py.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -29,7 +29,7 @@ def windows(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("unfold_backward")
 def windows_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of x of `x.unfold(...)`: for each index the sum over the windows that show it."""
+    """Returns the gradient of x of `x.unfold(...)`, for each index the sum over the windows that contain it."""
     part, sizes, *rest = args
     own = [part.local.shape[d] if d == part.dim_cut else n for d, n in enumerate(sizes)]
     return part.with_local(func(part.local, own, *rest))
@@ -37,7 +37,7 @@ def windows_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @answers(torch.Tensor.unfold)
 def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Returns (…, windows, …, size): the windows along one dim, which may be cut, in a dim behind all others."""
+    """Returns (…, windows, …, size), `input.unfold(dimension, size, step)` of a tensor of which any dim may be cut."""
     dim = dimension % input.dim()
     cut_dims = cuts(input, range(input.dim()))
     if not cut_dims:

@@ -1,6 +1,6 @@
-"""Elementwise operations (those that torch tags so, or that are found to be by trying): shares are brought together.
+"""Elementwise operations, by torch's tag or found so by trying: computed on shares, once these are cut alike.
 
-An operation without a rule of its own comes here where each element of its result is made of that element alone.
+An operation without a rule of its own comes here if each element of its result depends on that element alone.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -34,21 +34,23 @@ Shapes = Sequence[Sequence[int]]
 
 
 class _Whole(threading.local):
-    """The operation that is being answered, and the shapes of its tensors as one process has them.
+    """The operation that is being answered, and the unsharded shapes of its tensors, for the rules of inner axes.
 
-    Within outer axes' tiles a dim may have one index or none, which an inner axis's rule would take for a repeated one.
+    A tile of an outer axis may have one index or none along a dim, which an inner axis' rule would take for a broadcast
+    dim.
     """
 
-    running: tuple[Any, Shapes] | None = None
+    running: tuple[Any, Shapes] | None = None  # (operation, shape of each tensor among its arguments)
 
     def shapes(self, func: Any, tensors: list[torch.Tensor]) -> Shapes:
+        """Returns the unsharded shape of each tensor if an outer axis' rule runs `func`, else the tensors' own."""
         running = self.running
         same = running is not None and running[0] is func and len(running[1]) == len(tensors)
         return running[1] if running is not None and same else [tensor.shape for tensor in tensors]
 
     @contextmanager
     def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
-        """Context: while shares are themselves parts, over axes further in, `shapes` answers with these shapes."""
+        """Context in which `self.shapes(func, ...)` returns these shapes, as shares may be parts over inner axes."""
         before, self.running = self.running, (func, shapes)
         try:
             yield
@@ -60,7 +62,11 @@ WHOLE = _Whole()
 
 
 class PointwiseCuts:
-    """Where and how all parts of an elementwise operation are cut, in the dims of its result."""
+    """The cut that all inputs of an elementwise operation get: `dim` of its result, dealt by `owners`, as `lead` is.
+
+    tensors, shapes  its tensors and their unsharded shapes
+    Raises `Uncut` if a firm part can be neither moved nor gathered to that cut.
+    """
 
     def __init__(self, func: Any, tensors: list[torch.Tensor], shapes: Shapes):
         self.whole = {id(tensor): shape for tensor, shape in zip(tensors, shapes, strict=True)}
@@ -84,7 +90,7 @@ class PointwiseCuts:
         self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
 
     def crossing(self, tensor: Part) -> bool:
-        """Whether a part of positions is cut along another dim than the result, along whose cut dim it is repeated."""
+        """Whether a part of positions is cut along another dim than the result and broadcast along the result's."""
         dim = self.dim - (self.ndim - tensor.dim())
         lead, shape = self.lead, self.whole[id(tensor)]
         apart = self.place(tensor) != self.dim and lead.axis.positions and self.whole[id(lead)][lead.dim_cut] > 1
@@ -100,7 +106,7 @@ class PointwiseCuts:
         return tensor.dim_cut + self.ndim - tensor.dim()
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's share of one input. Collective where that is cut along another dim."""
+        """Returns this rank's share of one input. Collective if that is cut otherwise than the result."""
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
@@ -118,7 +124,7 @@ class PointwiseCuts:
 
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns `func` of parts: shares are moved until all are dealt alike, as the result is. May be collective."""
+    """Returns `func` of parts, computed on shares after inputs that are cut otherwise were moved. May be collective."""
     tensors = tensors_in((args, kwargs))
     shapes = WHOLE.shapes(func, tensors)
     if _dealt_alike(tensors):
@@ -129,7 +135,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         with WHOLE.inside(func, shapes):
             output = func(*args, **kwargs)
         return first if facts(func).writes else replaced(torch.Tensor, lead.with_local, output)
-    # one rank has an index that all ranks read: it is gathered before the shares meet
+    # a cut dim of size one is broadcast, so all ranks read the index that one rank has: it is gathered
     repeated = {id(tensor) for tensor, shape in zip(tensors, shapes, strict=True) if _repeats(tensor, shape, shapes)}
     if repeated:
         args, kwargs = replaced(Part, lambda part: gather(part) if id(part) in repeated else part, (args, kwargs))
@@ -160,7 +166,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _dealt_alike(tensors: list[Any]) -> bool:
-    """Whether all tensors are parts of one shape, dealt in one way, as in most operations by far."""
+    """Whether all tensors are parts of equal shape, cut alike; the quick path, which most operations take."""
     first = tensors[0]
     if not is_part(first):
         return False
@@ -184,7 +190,10 @@ def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _repeats(tensor: torch.Tensor, shape: Sequence[int], shapes: Shapes) -> bool:
-    """Whether a part has one index along its cut dim, on one rank, and is broadcast there beside another tensor."""
+    """Whether a part has size one along its cut dim and another of `shapes` is longer there.
+
+    shape, shapes  unsharded shapes of the tensor and of all tensors
+    """
     if not is_part(tensor) or shape[tensor.dim_cut] != 1:
         return False
     place = tensor.dim_cut - tensor.dim()  # from behind, where shapes meet
@@ -192,16 +201,16 @@ def _repeats(tensor: torch.Tensor, shape: Sequence[int], shapes: Shapes) -> bool
 
 
 def _pairs_of_tables(parts: list[Part]) -> bool:
-    """Whether all parts are tables of positions, cut along different dims: each rank makes the result whole, unsent.
+    """Whether all parts are tables of positions, cut along different dims, so that each rank computes the whole result.
 
-    So attention's masks (S, S) come whole, as a ring looks at them.
+    Attention's masks (S, S) then come whole, as ring attention expects them, and nothing is sent.
     """
     places = {(part.dim_cut - part.dim(), part.owners) for part in parts}
     return len(places) > 1 and all(map(is_table, parts))
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
-    """Raises `Uncut` where an in-place operation would put shares into a tensor that is whole or cut otherwise."""
+    """Raises `Uncut` unless `changed`, into which an operation writes, is cut as the other inputs are."""
     fits = is_part(changed) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
     if not fits:
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
@@ -212,9 +221,9 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
     "_conj", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
 )  # fmt: skip
 def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels an elementwise operation: labels that meet in one element lie together; the result has them.
+    """Labels an elementwise operation's result by its inputs' labels, united where they meet in one element.
 
-    Returns whether it did; else what it reads is kept whole (`label`).
+    Returns False if it wrote labelled values into a tensor without labels, so that the inputs have to stay whole.
     """
     tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
@@ -263,9 +272,10 @@ def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
 
 
 def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any) -> bool:
-    """Labels a weight made of other weights and of whole tensors (a mask, a scale) as the first; False for others.
+    """Labels a weight computed of weights and whole tensors (a mask, a scale) as the first matrix among them.
 
-    What other weights have along one of its dims lies together with what it has there.
+    Labels of other weights along a dim are united with its own there. Returns False, without labels, if the operation
+    is no such one.
     """
     results = tensors_in(output)
     lead = next((t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1), None)
@@ -296,7 +306,10 @@ def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any)
 
 
 def _meet(axes: Axes, matrix: torch.Tensor, joint: np.ndarray | None, ndim: int) -> None:
-    """Unites a matrix with the labels that it meets element by element; its dims that have none there stay whole."""
+    """Unites the labels of a weight's matrix with those that it meets elementwise; its other dims are kept whole.
+
+    joint  labels of the other operands, broadcast to `ndim` dims; None if they have none
+    """
     name, dims = param_of(matrix)  # type: ignore[misc]
     for d, dim in enumerate(dims):
         if dim is None:

@@ -1,7 +1,7 @@
 """Pooling over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py.
 
-On tiles each rank fetches what its outputs read; with indices, back by them (`max_unpool`), means
-of fewer cells at edges (`ceil_mode`, padding that does not count), and several adaptive windows are done whole.
+On tiles each rank fetches what its outputs read. Pooling that returns or takes indices (`max_unpool`), means over fewer
+cells at edges (`ceil_mode`, padding that does not count), and several adaptive windows run on the gathered field.
 
 Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
@@ -23,7 +23,7 @@ from shardwise.part.tiles.windows import answers, cuts, windowed
 
 
 def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Returns how many windows fit along a dim of `n`; one that would begin in the padding behind it is dropped."""
+    """Returns the number of pooling windows along a dim of `n`, by torch's formula; `ceil` is its `ceil_mode`."""
     reach = dilation * (kernel - 1) + 1
     # torch's own check, which it makes on whole tensors: a rank's tile would not tell
     if padding > kernel // 2 or padding < 0:
@@ -40,7 +40,10 @@ def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil
 def _slides(
     input: torch.Tensor, dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
 ) -> tuple[list[int], list[int], list[int], list[Sliding]]:  # fmt: skip
-    """Returns (kernel sizes, strides, dilations, windows), an entry a dim, from a pooling function's arguments."""
+    """Returns (kernel sizes, strides, dilations, windows), each with an entry for each of the last `dims` dims.
+
+    The other arguments are a pooling function's, an int or a sequence each.
+    """
     kernels = each(kernel, dims)
     strides = each(stride, dims) if stride not in (None, [], ()) else kernels  # torch passes [] for no stride too
     paddings, dilations = each(padding, dims), each(dilation, dims)
@@ -52,9 +55,9 @@ def _slides(
 
 
 def _edges(input: torch.Tensor, windows: list[Sliding], cut_dims: list[CutDim]) -> list[int]:
-    """Returns `F.pad`'s list that pads the dims that are not cut in the kernel's place; below 0, indices are cut off.
+    """Returns the list for `F.pad` that pads the dims that are not cut, so that the local kernel need not pad.
 
-    With it, every window of the local operation lies inside, whatever `ceil_mode` is.
+    Then every window lies inside, whatever `ceil_mode` is. Negative widths drop indices that no window reads.
     """
     first, tiled, around = input.dim() - len(windows), {cut.dim for cut in cut_dims}, []
     for d in reversed(range(len(windows))):
@@ -130,7 +133,7 @@ for _dims, _max, _with_places, _avg in (
 
 
 def _adaptive_avg(plain: Callable, dims: int) -> None:
-    """Registers adaptive average pooling over `dims` dims: to one cell a mean over ranks, else on gathered tiles."""
+    """Registers adaptive average pooling of tiles over `dims` dims: to size one by a mean, else on gathered tiles."""
 
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
         """Returns means over windows that divide each spatial dim, of which any may be cut."""
@@ -166,5 +169,5 @@ for _dims in (1, 2, 3):
 @label("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
       "upsample_nearest1d", "max_pool3d_with_indices", "avg_pool3d", "reflection_pad2d")  # fmt: skip
 def spatial_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Returns whether the input has no labels; an input with labels is to stay whole, since none are given on."""
+    """Whether the input has no labels; labels are not carried through, so a labelled input has to stay whole."""
     return axes.labels(args[0]) is None

@@ -1,7 +1,6 @@
-"""Products of matrices and vectors, grouped ones, linear layers: a sum over ranks where k is cut.
+"""Products of matrices and vectors, grouped products, linear layers; a `Sum` over ranks if the inner dim k is cut.
 
-Labels: an activation's meet those of a weight's inner dim, the result has those of its outer dim. Convolutions have a
-file of their own.
+An activation's labels are united with those of a weight's inner dim, and the result has those of its outer dim.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -25,7 +24,7 @@ from shardwise.part.tiles.windows import answers
 
 
 def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:
-    """Returns a (..., m, k) @ b (..., k, n) with `batch` batch dims: a `Sum` where k is cut, else a part."""
+    """Returns a (..., m, k) @ b (..., k, n) with `batch` (0 or 1) batch dims; a `Sum` if k is cut, else a part."""
     if is_part(a) and is_part(b):
         a, b = _settled(func, a, b, batch)
     kind_a = a.dim_cut - batch if is_part(a) else None  # 0 m, 1 k, negative batch
@@ -46,7 +45,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two factors whose cuts fit: where they did not, a factor that may be gathered is. Else raises `Uncut`."""
+    """Returns (a, b) with cuts that a product can use, one of them gathered if they do not fit; else raises `Uncut`."""
     same_batch = a.dim_cut == b.dim_cut < batch
     contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
     if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
@@ -63,13 +62,13 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
 
 @rule("mm")
 def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns the product (m, k) @ (k, n), local where outer dims are cut, a `Sum` where k is."""
+    """Returns the product (m, k) @ (k, n), a part if m or n is cut, a `Sum` if k is."""
     return _product(func, args[0], args[1], 0)
 
 
 @rule("bmm")
 def bmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns the batched product (b, m, k) @ (b, k, n), local where b, m or n is cut, a `Sum` where k is."""
+    """Returns the batched product (b, m, k) @ (b, k, n), a part if b, m or n is cut, a `Sum` if k is."""
     return _product(func, args[0], args[1], 1)
 
 
@@ -84,13 +83,16 @@ def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("_grouped_mm")
 def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns groups of rows times their matrices, by offsets: (T, K) @ (G, K, N), or (K, T) @ (T, N) -> (G, K, N)."""
+    """Returns the grouped product (T, K) @ (G, K, N) -> (T, N), or (K, T) @ (T, N) -> (G, K, N).
+
+    The offsets in `args` divide T into G groups. A `Sum` if K of the first is cut.
+    """
     a, b, *rest = args
     lead = parts_in([a, b])[0]
     k_a, k_b = a.dim() - 1, b.dim() - 2
     cut_a = a.dim_cut if is_part(a) else None
     cut_b = b.dim_cut if is_part(b) else None
-    by_offsets = a.dim() == 2 and b.dim() == 2  # the contracted dim is the one that offsets divide
+    by_offsets = a.dim() == 2 and b.dim() == 2  # the second form: offsets divide the contracted dim
     together = cut_a is None or cut_b is None or a.beside(b)
     if parts_in(rest) or parts_in(list(kwargs.values())):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
@@ -108,13 +110,13 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns the matrix with one of its last two dims at stride 1, as the kernel asks."""
+    """Returns the matrix, copied if neither of its last two dims has stride 1, which the kernel requires."""
     return matrix if 1 in matrix.stride()[-2:] else matrix.contiguous()
 
 
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns beta * c + alpha * a @ b, in place too; a bias is added once, after the sum over ranks."""
+    """Returns beta * c + alpha * a @ b, written into c if `func` is in place; c is added once, not by each rank."""
     # it adds up the products of a batch too, which the ones below do not
     if func._schema.name == "aten::addbmm":
         raise Uncut(no_rule(func, parts_in(args)))
@@ -134,7 +136,10 @@ def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @answers(F.linear, cut_once=False)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns `F.linear` of (..., K) and (N, K): (..., N). The bias beside cut positions is added by itself."""
+    """Returns `F.linear` of (..., K) and (N, K): (..., N); of cut positions the bias is added in an own operation.
+
+    torch chooses by strides whether the bias is fused, and strides of shares of one row differ between ranks.
+    """
     # chunks of positions (`turns`) are one rank's; of a matrix torch adds the bias in the product, however it lies
     cut = isinstance(input, Distributed) and input.axis.positions and not input.axis.turns
     if bias is None or not cut or input.dim() < 3:
@@ -143,7 +148,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
-    """Labels a (..., m, k) @ b (..., k, n); returns False where the inputs have to stay whole."""
+    """Labels a (..., m, k) @ b (..., k, n); returns False if the inputs have to stay whole."""
     pa, pb = _weight(a), _weight(b)  # x @ w, or w @ x
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
@@ -164,7 +169,7 @@ def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.
 
 
 def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
-    """Returns (name, dims) of a tensor whose last two dims are a parameter's, else None."""
+    """Returns `param_of(tensor)` if the tensor's last two dims are dims of a parameter, else None."""
     param = param_of(tensor)
     if param is None or tensor.dim() < 2 or None in param[1][-2:]:
         return None
@@ -172,9 +177,10 @@ def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor, *, k_of_x: int, k_of_w: int) -> bool:
-    """Labels x's product with a weight: x's labels meet those of its inner dim, the output has those of its outer dim.
+    """Labels the product of x with a weight: unites x's labels with w's inner dim, gives the output w's outer ones.
 
-    False where the weight is to stay whole (`tp_whole`) and x has labels along another dim than the summed one.
+    k_of_x, k_of_w  their dim that is summed over, -1 or -2
+    False if the plan keeps the weight whole (`tp_whole`) and x has labels along another dim than the summed one.
     """
     name, dims = param_of(w)  # type: ignore[misc]
     if name in axes.frozen:
@@ -208,7 +214,7 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
 
 
 def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: int) -> bool:
-    """Whether a product with a whole weight stays whole: the activation has no labels but along the summed dim."""
+    """Whether the activation x has no labels, or along the summed dim alone, beside a weight that stays whole."""
     labels = axes.labels(x)
     k = x.dim() + k_of_x
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != k)
@@ -216,13 +222,13 @@ def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: 
 
 @label("mm", "bmm")
 def mm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Returns `_product_labels` of a matrix product: False where its inputs have to stay whole."""
+    """Labels a matrix product (`_product_labels`); returns False if its inputs have to stay whole."""
     return _product_labels(axes, args[0], args[1], output)
 
 
 @label("addmm", "baddbmm")
 def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a product, its bias by the last dim; False where the product's inputs have to stay whole."""
+    """Labels a product, united with the labels of its bias; False if the product's inputs have to stay whole."""
     done = _product_labels(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:
@@ -234,7 +240,7 @@ def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) 
 
 @label("_grouped_mm")
 def grouped_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels x (T, K) @ w (G, K, N), rows by the matrix of their group; False where w is no such weight."""
+    """Labels x (T, K) @ w (G, K, N) as `_weighted` does; False for other shapes, or if w is no parameter."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False

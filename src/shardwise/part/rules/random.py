@@ -1,6 +1,6 @@
-"""Operations that draw, on shares: of positions each rank its own, else of the whole tensor, of which it keeps its own.
+"""Random operations on shares: of cut positions each rank draws its own, else every rank draws all and keeps a share.
 
-How a draw is made of bits by global index is a row of `random/draws`.
+How random numbers are made of bits by global index, the same on any number of ranks: `random/draws`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 @rule("native_dropout")
 def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns (output, mask); the mask is drawn for the whole tensor, and this rank keeps its share."""
+    """Returns (output, mask), cut as the input.
+
+    Of cut positions each rank draws its share of the mask; else every rank draws the whole mask and keeps its share.
+    """
     part = args[0]
     if part.axis.positions and not _OF_ONE_PROCESS:
         with _own_draws(part):
@@ -35,9 +38,9 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @rule("bernoulli")  # and each operation that `draws_each`
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns this rank's share of the random tensor that the operation draws.
+    """Returns the random tensor that `func` draws, cut as its first argument; an in-place one is that argument.
 
-    Of positions a rank draws its own alone: a field may be larger than what a device holds.
+    Of cut positions a rank draws its share alone, because a whole field may be larger than a device's memory.
     """
     part = args[0]
     if not is_part(part) or len(parts_in((args, kwargs))) > 1:
@@ -69,7 +72,7 @@ _OF_ONE_PROCESS: list[bool] = []
 
 @contextmanager
 def draws_of_one_process() -> Iterator[None]:
-    """Context: draws for parts cut over positions are made whole, alike on every rank, which keeps its share."""
+    """Context in which random operations on cut positions draw the whole tensor, alike on all ranks."""
     _OF_ONE_PROCESS.append(True)
     try:
         yield
@@ -79,7 +82,10 @@ def draws_of_one_process() -> Iterator[None]:
 
 @contextmanager
 def _own_draws(part: Part) -> Iterator[None]:
-    """Context: torch's generators are seeded for this rank, from one number that all ranks of the axis have drawn."""
+    """Context in which torch's generators are seeded by this rank's index plus one number that all ranks drew alike.
+
+    The generators are put back afterwards. In a rehearsal it does nothing.
+    """
     if part.axis.rehearsal is not None:
         yield
         return

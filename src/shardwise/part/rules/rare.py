@@ -1,7 +1,7 @@
-"""Functions that are rare on tiles, done whole: every rank gathers what they read and computes all of it; noted.
+"""Functions that are rare on tiles: every rank gathers what they read and computes all of it; the user is told.
 
 Received by a rank for each: (p-1)/p of the field over every axis that cuts it, and in backward as much again of the
-gradient; what is computed is what one process computes. A result with as many dims as the field is cut again.
+gradient. Every rank computes what one process computes. A result with as many dims as the field is cut again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _isin_apart = FUNCTIONS[torch.isin]
 
 @answers(torch.isin, cut_once=False)
 def isin(elements: Any, test_elements: Any, **options: Any) -> Any:
-    """Returns `torch.isin(x, test)`: whether each element of x is in `test`, gathered where ranks hold shares of it."""
+    """Returns `torch.isin(elements, test_elements)`, the second gathered if it is cut, the first cut in any way."""
     return _isin_apart(elements, plain(test_elements), **options)
 
 

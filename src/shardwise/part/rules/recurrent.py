@@ -1,7 +1,7 @@
-"""Recurrent layers on shares of an accelerator: torch's own products and elementwise operations, which have rules.
+"""Recurrent layers on shares on an accelerator, decomposed into products and elementwise operations, which have rules.
 
-cuDNN's kernel for a whole layer has none. The CPU runs a layer as such operations by itself. Masks of dropout between
-levels are dealt by the operations that torch's own code draws by, so a layer that draws is left to it.
+cuDNN's kernel for a whole layer has no rule. On the CPU torch decomposes a layer by itself. A layer with dropout in
+training is left to torch, whose code draws the masks between its levels by operations with rules of their own.
 
 What this does not do: cut a layer's state; its gates are gathered or summed as the operations ask.
 """
@@ -19,11 +19,12 @@ _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _in_operations(name: str) -> Any:
-    """Returns a function that runs a recurrent layer by torch's decomposition; arguments as of `torch._VF.lstm` etc."""
+    """Returns the override of `torch.NAME` (`lstm`, ...) that runs its decomposition; arguments as of `torch.NAME`."""
     own, packet = getattr(torch, name), getattr(torch.ops.aten, name)
 
     def run(*args: Any) -> Any:
-        packed = isinstance(args[3], list | tuple)  # (data, sizes of batches, state, weights, ...)
+        # packed: (data, batch sizes, state, weights, has bias, layers, dropout, train, ...); else without batch sizes
+        packed = isinstance(args[3], list | tuple)
         dropout, trains = args[6:8] if packed else args[5:7]
         if on_host(args[0].device) or (dropout and trains):
             return own(*args)

@@ -1,4 +1,7 @@
-"""Reductions, norms of dims too: of a rank's own where the cut dim stays; over it by small collectives (`REDUCTIONS`).
+"""Reductions and vector norms: local if the cut dim is kept; over the cut dim by small collectives (`REDUCTIONS`).
+
+The functions `_sum`, `_mean`, ... are entries of `REDUCTIONS`, with the arguments of `part/dimwise.Along`: (operation,
+part, dims that are reduced, keepdim, arguments by name) -> result, whole on every rank.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -31,7 +34,7 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _added_up(add: Any, part: Part, dims: set[int], keepdim: bool, bound: dict, count: int = 1) -> torch.Tensor:
-    """Returns the sum over ranks of `add` over `dims` of each one's share, divided by `count`."""
+    """Returns the sum over `dims` and over ranks, divided by `count`; `add` is `sum` or `nansum` of the share."""
     asked = bound.get("dtype")
     dtype = asked or part.dtype
     as_it_is = _wide(dtype) is dtype or _waits(part)
@@ -42,18 +45,18 @@ def _added_up(add: Any, part: Part, dims: set[int], keepdim: bool, bound: dict, 
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
+    """Returns the mean over `dims` and ranks, the sum divided by the number of elements on all ranks."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     return _added_up(part.local.sum, part, dims, keepdim, bound, math.prod(part.shape[d] for d in dims))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which torch adds up elements of `dtype`: in 16 bits a sum may overflow where a mean fits."""
+    """Returns the dtype in which torch adds up elements of `dtype`, float32 for 16 bits, whose sums may overflow."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _waits(tensor: Any) -> bool:
-    """Whether a sum over ranks would wait for chunks of positions that are to come: it cannot be cast before."""
+    """Whether a sum of `tensor` has to wait for later chunks of positions, so that it cannot be cast to a dtype yet."""
     while isinstance(tensor, Distributed):
         if tensor.axis.turns:
             return True
@@ -62,7 +65,7 @@ def _waits(tensor: Any) -> bool:
 
 
 def _extreme(op: str):
-    """Returns the reduction that gives the largest or smallest over all ranks, with its place where asked for."""
+    """Returns the reduction for `op` "max" or "min"; (value, index) if the operation returns two tensors."""
 
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         if len(func._schema.returns) > 1:
@@ -73,11 +76,11 @@ def _extreme(op: str):
 
 
 def _over_ranks(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
-    """Returns the max (min) over `dims` and over ranks; no number where some rank has none, as in one process."""
+    """Returns the max (min) over `dims` and over ranks; NaN if any element is NaN, as in one process."""
     own = _local_extreme(op, part, dims, keepdim)
     if not part.is_floating_point():
         return reduced(own, part, op)
-    # a collective may pass over what is no number: whether there is one is sent beside, in the same message
+    # a collective may ignore NaN, so whether there is one is reduced beside the values, in the same message
     unknown = own.isnan().to(own.dtype)
     total, found = reduced(torch.stack([own, unknown if op == "max" else -unknown]), part, op).unbind(0)
     return total.masked_fill(found != 0, math.nan)
@@ -97,7 +100,7 @@ def _place_of_extreme(op: str):
 
 
 def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
-    """Returns the max (min) over `dims` of this rank's share; the dtype's lowest (highest) value where it is empty."""
+    """Returns the max (min) over `dims` of this rank's share; `_beaten` if the share is empty."""
     local = part.local
     if local.shape[part.dim_cut]:
         return getattr(local, f"a{op}")(sorted(dims), keepdim)
@@ -105,12 +108,12 @@ def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.
 
 
 def of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
-    """Returns the neutral result that a rank without indices gives to a reduction over `dims`, cut as others' are."""
+    """Returns `value` in the shape of `x` reduced over `dims`, cut as on other ranks, for a rank without indices."""
     return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
 
 
 def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
-    """Returns the number that every other one beats: what a rank without elements puts in."""
+    """Returns the value of `dtype` that never wins a "max" or "min" (`op`), for a rank without elements."""
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -120,12 +123,12 @@ def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
 
 
 def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (extreme value, its index) along the cut dim; the first of equal ones. Two small reductions."""
+    """Returns (max or min, its global index) along the cut dim, of equal ones the first. Two small reductions."""
     dim, n = part.dim_cut, part.owners.size
     value = _over_ranks(op, part, {dim}, True)
     mine = to_device(part.owners.indices(part.axis.index), part.device)
     at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
-    same = (part.local == value) | (part.local != part.local)  # the second where it is no number
+    same = (part.local == value) | (part.local != part.local)  # NaN, which torch takes for the extreme, equals nothing
     # n stands for no index here, and is larger than all that there are
     candidates = torch.where(same, at, n)
     first = candidates.amin(dim, True) if len(mine) else torch.full_like(value, n, dtype=torch.int64)
@@ -134,7 +137,7 @@ def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor
 
 
 def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
-    """Returns variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
+    """Returns variance or standard deviation, or (that, mean) for `var_mean` and `std_mean`, by two sums over ranks."""
     name = func._schema.name.partition("::")[2]
     unbiased = bound.get("unbiased")
     # torch has two words for how many are subtracted: one may be None
@@ -166,12 +169,12 @@ def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> t
 
 
 def _truth(part: Part, truth: torch.Tensor) -> torch.Tensor:
-    """Returns it in the dtype of torch's `all` and `any`, which for uint8 is none of truth values."""
+    """Returns `truth` in the dtype of torch's `all` and `any`: uint8 for a uint8 part, else bool."""
     return truth.to(torch.uint8) if part.dtype is torch.uint8 else truth
 
 
 def _each_or_named(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
-    """Returns the dims of `all` and `any`: an empty list names none here, where other reductions take all."""
+    """Returns the dims that `all` or `any` reduces; unlike for other reductions, an empty list means none."""
     return () if arguments.get("dim") in ([], ()) else named(x, arguments)
 
 
@@ -180,7 +183,7 @@ def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> tor
 
 
 def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """Returns the product over the cut dim: each rank's own, gathered and multiplied."""
+    """Returns the product over the cut dim, by gathering and multiplying each rank's product."""
     own, one_dim = part.local.to(bound.get("dtype") or part.dtype), bound.get("dim") is not None
     own = own.prod(part.dim_cut, keepdim) if one_dim else own.prod()
     ranks = part.axis.size
@@ -192,7 +195,7 @@ def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """Returns (sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    """Returns (sum |x|^p)^(1/p) over all ranks; for infinite p the largest or smallest |x|, for 0 the nonzero count."""
     # `norm` and `linalg_vector_norm` name the order differently
     asked = bound.get("ord", bound.get("p"))
     order, along = 2.0 if asked is None else float(asked), sorted(dims)
@@ -213,7 +216,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 @rule("renorm")
 def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x with each slice along a dim scaled down so that its p-norm is at most `most`."""
+    """Returns x with each slice along a dim scaled down so that its p-norm is at most `most`, as `torch.renorm`."""
     x, order, dim, most = args
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
     norm = torch.linalg.vector_norm(x, order, others, keepdim=True)
@@ -221,13 +224,13 @@ def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """Returns log sum exp over `dims`, the cut one among them: by the maximum over ranks and one sum."""
+    """Returns log sum exp over `dims`, the cut one among them, by two all-reduces (maximum, sum)."""
     real = part.is_floating_point() or part.is_complex()
     local = part.local if real else part.local.to(torch.get_default_dtype())
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = of_nothing(local, along, True, -torch.inf) if empty else local.amax(along, True)
     top = reduced(top, part, "max")
-    # a row of -inf alone: -inf minus -inf would be no number
+    # where all elements are -inf, -inf minus -inf would be NaN
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = reduced((local - top).exp().sum(along, True), part).log() + top
     return total if keepdim else total.squeeze(along)
@@ -245,13 +248,16 @@ REDUCTIONS: dict[str, Along | None] = {
 for _name, _along in REDUCTIONS.items():
     over(_name, dims=_each_or_named if _name in ("all", "any") else named, along=_along)
 
-# those whose result over a cut dim is one small collective
+# reductions in the loss over which classes may stay cut, since the result is one small collective
 _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "logsumexp"})
 
 
 @label(*REDUCTIONS)
 def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a reduction: what it runs over lies on one rank, or, in the loss, is summed; False for `max(x, other)`."""
+    """Labels a reduction, with the labels along the reduced dims united; False for `max(x, other)`.
+
+    In the loss, and for a norm's sum or mean over one dim, reduced labels stay apart and the result has none.
+    """
     x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
     if "other" in arguments:  # max or min of two tensors, element by element
         return False
@@ -269,7 +275,7 @@ def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
 
 
 def _of_weight(axes: Axes, x: torch.Tensor, dims: set[int], output: Any) -> bool:
-    """Labels a weight's statistic (the norm of its rows, say) by its remaining dims; returns False for no weight's."""
+    """Labels a statistic of a weight (the norm of its rows) by the weight's other dims; False if x is none."""
     param = param_of(x)
     # a vector's norm is one number: there is nothing to label
     if param is None or sum(n > 1 for n in x.shape) < 2:

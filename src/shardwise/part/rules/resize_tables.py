@@ -1,4 +1,4 @@
-"""Resizing along one dim, nearest and linear: which inputs each output reads, and their weights.
+"""Nearest and linear interpolation along one dim: which inputs each output reads, and with which weights.
 
     linear, 4 -> 8     output 3 = 0.75 * input 1 + 0.25 * input 2
 
@@ -22,12 +22,13 @@ from shardwise.part.tiles.windows import fetched, opened
 
 @dataclass(frozen=True)
 class Table:
-    """The inputs that each output along one dim reads: `n` inputs, `size` outputs.
+    """Parameters of an interpolation along one dim from `n` inputs to `size` outputs (a `tiles.maps.Map`).
 
-    linear  of two inputs, else of the nearest one
-    align   corners are aligned
-    scale   the factor that was asked for; None: size / n
-    double  indices and weights are computed in float64, as for a float64 tensor
+    linear  Whether an output is interpolated between two inputs, not copied from the nearest one
+    align   Whether corners are aligned (`align_corners`)
+    scale   the factor by which kernels compute indices; None: size / n
+    double  Whether indices and weights are computed in float64, as for a float64 tensor, not in float32
+    on_cpu  Whether the CPU's kernels run, whose "nearest" rounds differently in forward and backward
     """
 
     n: int
@@ -36,16 +37,16 @@ class Table:
     align: bool = False
     scale: float | None = None
     double: bool = True
-    on_cpu: bool = True  # where forward and backward of "nearest" round in ways of their own
+    on_cpu: bool = True
 
     @property
     def same(self) -> bool:
-        """Returns whether each output along the dim is the input at the same index."""
+        """Whether each output along the dim is the input at the same index."""
         return self.size == self.n and self.scale in (None, 1.0)
 
     @property
     def one_way(self) -> bool:
-        """Whether backward's kernel adds to the inputs that forward's reads; for "nearest" each rounds in its way."""
+        """Whether backward's kernel writes to the inputs that forward's read; a CPU's "nearest" may round otherwise."""
         return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
@@ -59,16 +60,19 @@ class Table:
         return (sources[outputs].min(1) + sources[outputs].max(1)) // 2
 
     def first(self, low: int) -> int:
-        """Returns 0, which is not read: the local operation gives a rank's outputs alone."""
+        """Returns 0; not used, because the local operation computes this rank's outputs alone."""
         return 0
 
 
 @lru_cache(256)
 def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns (size, K) inputs that each output reads, ascending, and their weights (None: 1)."""
+    """Returns ((size, K) indices of the inputs that each output reads, ascending, their (size, K) weights or None).
+
+    K is 2 if linear; else 1, without weights.
+    """
     if not table.linear:
         return _behind(table)[:, None], None
-    # in the kernels' own dtype: a place that is rounded otherwise is another input
+    # computed in the kernels' own dtype, because a position that is rounded otherwise reads another input
     kind: Any = np.float64 if table.double else np.float32
     outputs: Any = np.arange(table.size)
     n = table.n
@@ -91,9 +95,9 @@ def _ratio(table: Table, kind: Any) -> Any:
 
 
 def _behind(table: Table) -> np.ndarray:
-    """Returns (size,) the nearest input of each output, as backward (on accelerators forward too) rounds it.
+    """Returns (size,) the nearest input of each output, rounded as in backward, and on accelerators in forward.
 
-    It computes in float32, and has a way of its own for equal and doubled sizes.
+    These kernels compute in float32, and treat equal and doubled sizes by themselves.
     """
     outputs: Any = np.arange(table.size)
     if table.size in (table.n, 2 * table.n):
@@ -110,13 +114,13 @@ def _ahead(table: Table) -> np.ndarray:
     return np.minimum(np.floor(source.astype(np.float32)).astype(np.int64), table.n - 1)
 
 
-Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their weights
+Rows = tuple[np.ndarray, np.ndarray | None]  # ((outputs, K) indices of inputs, (outputs, K) weights or None: 1)
 
 
 def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.Tensor, CutDim, Rows]:
-    """Returns (the inputs that this rank's outputs read, the outputs' cut, their table rows: places among these).
+    """Returns (the inputs that this rank's outputs read, the cut of the outputs, `Rows` of this rank's outputs).
 
-    Differentiable. Collective where inputs of other ranks are read.
+    The indices in `Rows` count within these inputs. Differentiable. Collective if inputs of other ranks are read.
     """
     sources, weights = entries(table)
     if table.same:
@@ -130,7 +134,7 @@ def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.T
 
 
 def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray | None) -> torch.Tensor:
-    """Returns (…, outputs, …): sums over k of weights[:, k] times the tile at places[:, k] along `dim`."""
+    """Returns (…, outputs, …), the sums over k of weights[:, k] times the tile at index places[:, k] along `dim`."""
     read = [tile.index_select(dim, _on(places[:, k], tile.device)) for k in range(places.shape[1])]
     if weights is None:
         return read[0]

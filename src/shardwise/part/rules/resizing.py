@@ -1,4 +1,4 @@
-"""Resizing of tiles: interpolation, bicubic and with antialias by the whole field, pixel and channel shuffles."""
+"""Resizing of tiles: interpolation (bicubic and antialiased ones on the gathered field), pixel and channel shuffles."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def interpolate(
     input: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns `F.interpolate` of a tensor of which any spatial dim may be cut, one dim after the other."""
+    """Returns `F.interpolate` of a tensor of which any spatial dim may be cut, computed one dim after the other."""
     dims = input.dim() - 2
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     linear = mode != "nearest"
-    # filters of many inputs for each output, places of a rounding of its own, bytes, whose weights are no bytes: done
-    # whole (see `of_all`)
+    # on the gathered field: filters that read many inputs for each output, modes that round indices in other ways, and
+    # bytes, which torch interpolates with integer weights
     if antialias or (linear and not input.is_floating_point()) or mode not in ("nearest", _LINEAR.get(dims)):
         return _interpolated_whole(input, *options)
     sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor)
@@ -57,9 +57,11 @@ def interpolate(
 def _sizes(
     space: Sequence[int], size: Any, scale_factor: Any, by_factor: bool
 ) -> tuple[list[int], list[float | None]]:  # fmt: skip
-    """Returns (the result's size along each spatial dim, the factor by which kernels read it; None: the sizes' ratio).
+    """Returns (size of the result along each spatial dim, for each the factor by which kernels compute indices).
 
-    by_factor  kernels read by a factor that is given, which is not the sizes' ratio where these are rounded
+    A factor None is the ratio of the sizes.
+
+    by_factor  Whether kernels use the factor that the user gave, which is not the ratio if sizes were rounded
     """
     # torch says the same of both at once
     if (size is None) == (scale_factor is None):
@@ -74,7 +76,7 @@ def _sizes(
 
 
 def _along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:
-    """Returns the tensor with each of the last dims resized by its table; ranks fetch what they read of a cut dim."""
+    """Returns the tensor with the last len(tables) dims resized, each by its table; halos of cut dims are fetched."""
     first, after, todo = input.dim() - len(tables), [], {}
     for cut in cut_dims:  # all are fetched before any is resized, so that what is computed below is plain
         table = tables[cut.dim - first]
@@ -103,7 +105,7 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
 
 @answers(F.pixel_unshuffle)
 def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> torch.Tensor:
-    """Returns `F.pixel_unshuffle(x, r)`: (r, r) blocks become channels; rows of a block on other ranks are fetched."""
+    """Returns `F.pixel_unshuffle(x, r)`: (r, r) blocks become channels; rest of a block on other ranks is fetched."""
     cut_dims, r = cuts(input, (-2, -1)), downscale_factor
     if not cut_dims:
         return F.pixel_unshuffle(input, r)

@@ -1,13 +1,13 @@
-"""Scans: running sums along a cut dim too (a new one: a row of `SUMS`, and out of `_OTHERS`); others whole.
+"""Scans along a cut dim: running sums on shares (to add one: an entry of `SUMS`), others on the gathered tensor.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       the scan of each run
-    sent        the last of each run, to all ranks (one all-reduce of (runs, ...))
-    result      the scan of what all runs before came to, put to each
+    sent        the last value of each run, to all ranks (one all-reduce of (runs, ...))
+    result      the scan of the last values of all runs in front, combined with each run's own scan
 
 Every gated linear recurrence h_t = a_t h_(t-1) + b_t that is written with running sums (of log a, and of b divided by
-the running product) goes this way; its state crosses ranks as a total. Backward is made of the same operations, on
-tensors turned round. The others are done whole.
+the running product) goes this way; its state crosses ranks as a run's last value. Backward is made of the same
+operations, on flipped tensors.
 Source: Blelloch, "Prefix sums and their applications" (1990).
 """
 
@@ -27,8 +27,9 @@ from shardwise.part.sums import all_sum
 from shardwise.part.tensor import Part, facts, no_rule, rule
 from shardwise.part.tiles.entire import whole_without_rule
 
-MOST_RUNS = 256  # what each comes to is sent to all
-SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {  # a scan, and two put together
+MOST_RUNS = 256  # runs of a cut dim, since the last value of each is sent to all ranks
+# ATen name -> (the scan, the operation that combines two of its values)
+SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "cumsum": (torch.cumsum, torch.add),
     "logcumsumexp": (torch.logcumsumexp, torch.logaddexp),
 }
@@ -38,7 +39,7 @@ _OTHERS = ("cumprod", "cummax", "cummin")
 def along_cut(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> Any:
     """Returns the scan of floating-point positions along the dim that is cut. Collective.
 
-    Raises `Uncut` for other dtypes and axes, and for more than `MOST_RUNS` runs of one owner.
+    Raises `Uncut` for other dtypes, for an axis of weights, and if the cut dim consists of more than `MOST_RUNS` runs.
     """
     if not part.axis.positions or not part.is_floating_point() or len(part.owners.who) > MOST_RUNS:
         raise Uncut(no_rule(func, [part]))
@@ -52,7 +53,7 @@ def run_lengths(part: Part) -> list[tuple[int, int]]:
 
 
 def scanned(func: Any, part: Part, dtype: torch.dtype | None) -> Part:
-    """Returns the scan of a part along the dim that is cut. Collective."""
+    """Returns the scan `func` (of `SUMS`) of a part along its cut dim, in `dtype` (None: its own). Collective."""
     asked = dtype or part.dtype
     dim, me, runs, (scan, together) = part.dim_cut, part.axis.index, run_lengths(part), SUMS[facts(func).name]
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local

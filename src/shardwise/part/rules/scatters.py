@@ -1,4 +1,4 @@
-"""Writing at indices of a dim (else `Uncut`): scatters, `index_put`, `index_add`; masks: masks, slices: writes."""
+"""Writing at indices: scatters, `index_put`, `index_add` (other cuts: `Uncut`); by masks: masks; by slices: writes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from shardwise.part.tiles.windows import answers
 
 @rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x.scatter(dim, index, values)` along a dim that is not cut; index and values are cut as x is.
+    """Returns `x.scatter(dim, index, values)` along a dim that is not cut, with index and values cut as x is.
 
-    `scatter_add` along the cut dim: each rank adds to its own indices of x, or, to a whole x, its share of the values.
+    `scatter_add` works along the cut dim too: plain values are added at the owners of a cut x, cut values to a whole x.
     """
     dim = args[1] % args[0].dim()
     lead = parts_in(args)[0]
@@ -55,14 +55,14 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _shares(func: Any, values: Sequence[Any], lead: Part) -> list[Any]:
-    """Returns this rank's shares of tensors with dims, dealt as `lead` is; other values as they are."""
+    """Returns `values` with this rank's shares of the tensors among them, cut as `lead` is; others unchanged."""
     has_dims = [isinstance(value, torch.Tensor) and value.dim() for value in values]
     return [share_as(value, lead, lead.dim_cut, func) if cut else value
             for value, cut in zip(values, has_dims, strict=True)]  # fmt: skip
 
 
 def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
-    """Returns `x.scatter_add(dim, index, values)` along the cut dim, index and values both cut or both plain."""
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim; index and values are both cut, or both plain."""
     if is_part(x) and not parts_in([index, values]):
         return added_here(func, x, dim, index, values)
     if not is_part(index) or not is_part(values) or index.dim_cut != dim or not index.beside(values):
@@ -76,7 +76,7 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
 
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
-    """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim; each rank adds the plain values that it owns."""
     check_range(index, x.shape[dim], "index")
     owned, place = place_of(x, index)
     local = x.local
@@ -88,7 +88,10 @@ def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x after `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
+    """Returns x after `x[i, j, ...] = values`, or `+=` (accumulate); the latter is the gradient of `x[i, j, ...]`.
+
+    args  (x, list of indices, values, accumulate, ...)
+    """
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
@@ -119,7 +122,10 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _put_in_own(func: Any, x: torch.Tensor, indices: list, values: torch.Tensor, rest: list) -> Part | None:
-    """Returns x after `x[i, j, ...] = values`, or `+=`, each rank at its own rows; None where it names others' too."""
+    """Returns x after `x[i, j, ...] = values`, or `+=`, by indices that name rows of the rank that holds them alone.
+
+    None if the indices may name other ranks' rows, or x is cut otherwise. `rest`: (accumulate, ...).
+    """
     named = [(d, i) for d, i in enumerate(indices) if is_part(i) and i.own is not None and i.own[0].size == x.shape[d]]
     # written in place into what no rank has cut, the result could not be a part
     if not named or (func._schema.is_mutable and not is_part(x)):
@@ -145,12 +151,12 @@ def _put_in_own(func: Any, x: torch.Tensor, indices: list, values: torch.Tensor,
 
 
 def _dims_behind(used: list[int], dims: int) -> int:
-    """Returns how many dims of `x[i, j, ...]` lie behind those of its indices."""
+    """Returns how many dims of `x[i, j, ...]` lie behind those of its indices; `used`: the indexed dims of `dims`."""
     return dims - 1 - used[-1] if used == list(range(used[0], used[-1] + 1)) else dims - len(used)
 
 
 def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
-    """Returns x with `x[i, j, ...] = values` by plain indices: each rank writes the entries of its own share."""
+    """Returns x after `x[i, j, ...] = values`, or `+=`, by plain indices; each rank writes into its own share."""
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     if not together or any(indices[d].dtype in MASKS for d in used):
@@ -180,9 +186,9 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
 
 
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
-    """Returns x plus the sum over ranks of their values at `[..., i, j, ...]`, cut along a dim of the indices.
+    """Returns the whole x plus a `Sum` over ranks of values that are cut along a dim of the indices (`x[i, j] += v`).
 
-    None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
+    None for other cases. It is the gradient of a whole x read at cut indices, (N,)[(cells, neighbours)].
     """
     used = [d for d, i in enumerate(indices) if i is not None]
     # without `accumulate` values replace each other, and a sum over ranks would add them
@@ -203,7 +209,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
 def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.index_add(dim, index, source)`: a `Sum` along the source's cut dim, on shares along others.
 
-    Where every rank has all rows that are added, each keeps those of its own indices of x.
+    If the source is whole, each rank adds the rows that belong to its own indices of x.
     """
     x, dim, index, source = args
     dim = dim % x.dim()
@@ -235,7 +241,7 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _into(plain: Callable) -> Callable:
-    """Returns the in-place rule (`scatter_`) made of `plain`, the rule that gives a new tensor (`scatter`)."""
+    """Returns the in-place function (`scatter_`) made of `plain`, the one that returns a new tensor (`scatter`)."""
 
     def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the target, into which the result of `plain` was copied."""

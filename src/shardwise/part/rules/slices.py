@@ -1,7 +1,7 @@
-"""Slices, splits, one index of a dim, what is written into a slice of a copy, and their gradients.
+"""Slices, splits, one index of a dim (`select`), `slice_scatter`, and their gradients.
 
-What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
-positions is a sum to which its owner alone adds.
+Of a slice of the cut dim each rank keeps the indices that it owns; nothing is sent. One index of a dim that is cut over
+positions is a `Sum` whose only summand is its owner's.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -22,12 +22,12 @@ from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.sums import Sum, reduced
 from shardwise.part.tensor import Part, is_part, no_rule, rule
 
-_SLICES = 1 << 16  # that are remembered; the oldest are forgotten
+_SLICES = 1 << 16  # slices that are remembered for each axis; the oldest are forgotten
 
 
 @rule("slice")
 def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x[start:end:step]` along a dim: each rank keeps those of its own indices."""
+    """Returns `x[start:end:step]` along a dim; along the cut dim each rank keeps the indices that it owns."""
     part, dim, start, end, step = _slice_arguments(*args, **kwargs)
     if dim != part.dim_cut:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
@@ -39,15 +39,15 @@ def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _before(part: Part) -> OrderedDict[tuple, Owners]:
-    """Returns (owners after a slice, slice) -> owners before it, of the slices over a part's axis.
+    """Returns the dict (owners after a slice, size, start, end, step) -> owners before it, of the part's axis.
 
-    Kept with the axis, which all of its ranks made for one run: of slices of an earlier one, some ranks would know.
+    It is kept on the `Axis` object, which lives for one run; a longer memory would differ between ranks.
     """
     return vars(part.axis).setdefault("slices_before", OrderedDict())
 
 
 def _remember(part: Part, key: tuple) -> None:
-    """Keep how a slice's dim was dealt before it; the oldest is forgotten beyond `_SLICES`."""
+    """Records the owners of `part`, of which a slice was taken, under `key` (see `_before`)."""
     before = _before(part)
     before[key] = part.owners
     before.move_to_end(key)
@@ -61,7 +61,7 @@ def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: in
 
 
 def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
-    """Returns the indices of this rank's share that a slice of the cut dim keeps; a view if they are evenly apart."""
+    """Returns the indices of this rank's share that a slice of the cut dim keeps; a view if their steps are equal."""
     _same_way(part.local, dim, part.owners, part.axis.size, start, end, step)
     places = part.owners.local_slice(part.axis.index, start, end, step)
     if not len(places):
@@ -72,7 +72,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
 
 
 def _evenly_apart(places: np.ndarray) -> int:
-    """Returns the step between consecutive indices of a rank; 0 where it varies, 1 for fewer than two indices."""
+    """Returns the step between consecutive `places`; 0 if it varies, 1 for fewer than two."""
     gaps = np.diff(places)
     if not len(gaps):
         return 1
@@ -80,7 +80,10 @@ def _evenly_apart(places: np.ndarray) -> int:
 
 
 def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: int, end: int, step: int) -> None:
-    """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` is read index by index."""
+    """Raises `Uncut` if `local` is cut along `dim` too and, on any rank, the kept indices are not evenly apart.
+
+    All ranks raise alike, because each checks the slice of every rank.
+    """
     if isinstance(local, Part) and local.dim_cut == dim and not all(
         _evenly_apart(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
     ):  # fmt: skip
@@ -90,7 +93,10 @@ def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: 
 
 @rule("slice_backward")
 def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of a slice's source: the slice's gradient in its place, and zero elsewhere."""
+    """Returns the gradient of a slice's source, with the slice's gradient in its place and zeros elsewhere.
+
+    It is cut as the source was, if that is known (`_before`); of positions else by owners that fit the slice.
+    """
     part, sizes, dim, start, end, step = args
     dim %= len(sizes)
     local_sizes = list(sizes)
@@ -121,7 +127,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("select")
 def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `x.select(dim, index)`; along a cut dim of positions a `Sum`, to which the owner alone adds."""
+    """Returns `x.select(dim, index)`; along a cut dim of positions a `Sum` to which its owner adds, else `Uncut`."""
     part, dim, index = args
     dim %= part.dim()
     if dim == part.dim_cut and part.axis.positions:
@@ -136,7 +142,7 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
-    """Returns one index of a cut dim, for every rank: a sum to which its owner alone adds."""
+    """Returns one index of a cut dim for every rank, as a `Sum` to which its owner alone adds."""
     own = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
         if not local.may_gather:
@@ -147,7 +153,7 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     owned = place < len(mine) and mine[place] == index
     # elsewhere zeros, cut over axes further in as the owner's
     row = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
-    kept = row.copy_
+    kept = row.copy_  # writes a changed row back into the owner's share, of which `row` is a view until the next line
     row = row.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
     total = Sum.of(row, part.axis, part.origin) if row.is_floating_point() else reduced(row, part)
     source = ViewOf(part, kept if owned else None)
@@ -186,7 +192,7 @@ def split(func: Any, args: tuple, kwargs: dict) -> list[Part]:
 
 @rule("unbind")
 def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Returns a tensor for each index of a dim that is not cut."""
+    """Returns a tensor for each index of a dim, by `select`."""
     part = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % part.dim()
     return [select(func, (part, dim, index), {}) for index in range(part.shape[dim])]
@@ -194,7 +200,7 @@ def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 @rule("slice_scatter", "select_scatter")
 def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns a copy of x with values in a slice, or at one index, of a dim."""
+    """Returns a copy of x with `values` in a slice, or at one index, of a dim; a whole x is first cut as they are."""
     x, values, dim, start, end, step = _slice_of(func, *args, **kwargs)
     if not is_part(x):  # zeros into which tiles are put
         along = values.dim_cut
@@ -214,7 +220,10 @@ def _from_start(index: int, size: int) -> int:
 
 
 def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:
-    """Returns (x, values of the slice, its dim, start, end, step)."""
+    """Returns (x, values, dim, start, end, step) from the arguments of `slice_scatter`, or of `select_scatter`.
+
+    Of the latter `start` is the index, and values get a dim of size one.
+    """
     dim %= x.dim()
     if func._schema.name == "aten::select_scatter":
         index = _from_start(start, x.shape[dim])

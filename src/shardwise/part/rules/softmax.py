@@ -1,4 +1,4 @@
-"""Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike.
+"""Softmax, along a cut dim by two small all-reduces, and gated units (`glu`), if both halves have equal owners.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -31,16 +31,16 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     logarithm = func._schema.name == "aten::_log_softmax"
     top = x.amax(dim, True) if x.shape[dim] else of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
-    # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
-    # of 16 bits it is computed in 32, as torch does: a sum over a vocabulary may be more than they hold
+    # a fully masked row has -inf as its maximum, and -inf minus -inf would be NaN
+    # 16-bit inputs are computed in float32, as torch does, since a sum over a vocabulary may overflow
     shifted = x - torch.where(top == -torch.inf, torch.zeros_like(top), top).to(_wide(x.dtype))
-    if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
+    if logarithm:  # written over `shifted`: over a vocabulary it is among the largest tensors of a step
         total = reduced(shifted.exp().sum(dim, True), part)
         return part.with_local(_reusing(shifted, "sub", total.log()).to(x.dtype))
     exponents = _reusing(shifted, "exp")
     total = reduced(exponents.sum(dim, True), part)
     output = _reusing(exponents, "div", total)
-    # it gives zeros for a row that is masked as a whole
+    # `_safe_softmax` returns zeros for a fully masked row
     if func._schema.name == "aten::_safe_softmax":
         output = output.masked_fill(total == 0, 0.0)
     return part.with_local(output.to(x.dtype))
@@ -71,7 +71,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("glu")
 def glu(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `a * sigmoid(b)` of the halves of x along `dim`: of the cut one, where its halves are dealt alike."""
+    """Returns `a * sigmoid(b)` of the halves a, b of x along `dim`; along the cut dim these need equal owners."""
     part = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % part.dim()
     owners = _half(func, part, dim)  # before the kernel, which a share of odd length would stop on one rank alone
@@ -95,7 +95,7 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _half(func: Any, x: Part, dim: int) -> Owners | None:
-    """Returns the owners of a half of x's cut dim; None where `dim` is another, `Uncut` where the halves differ."""
+    """Returns the owners of a half of x's cut dim; None if `dim` is another; raises `Uncut` if the halves differ."""
     if dim != x.dim_cut:
         return None
     first, second = (x.owners.sliced(low, low + x.owners.size // 2) for low in (0, x.owners.size // 2))
@@ -106,9 +106,9 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
 
 @label("_softmax", "_log_softmax", "_safe_softmax")
 def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a softmax, always True: classes of a loss may be cut, as two small reductions over ranks do the rest.
+    """Labels a softmax as its input; classes of a loss may be cut, since two small all-reduces suffice. Always True.
 
-    A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
+    For a softmax inside the model (routing, attention over labelled keys) the labels that it runs over are united.
     """
     labels = axes.labels(args[0])
     if labels is not None:
@@ -122,7 +122,7 @@ def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any
 
 @label("glu")
 def glu_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `glu`: each index lies on the rank of the index, in the other half, that gates it. Always True."""
+    """Labels `glu`; labels of each index and of the one that gates it, in the other half, are united. Always True."""
     labels = axes.labels(args[0])
     if labels is not None:
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()

@@ -1,7 +1,7 @@
-"""Views by a shape or by strides, and of complex numbers as pairs: owners and labels are regrouped as elements are.
+"""Views by a shape, by strides, and of complex numbers as pairs; owners and labels are regrouped as elements are.
 
-Where a cut dim's shares are no whole dims of the view, positions are dealt anew; other cuts are `Uncut`. Transposes and
-the like: dims.
+If shares of the cut dim are no shares of one dim of the view, positions are re-dealt or gathered; other cuts raise
+`Uncut`. Transposes and the like: dim_order.
 
 A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
@@ -29,7 +29,10 @@ from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
 def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `x.view(shape)`, its owners regrouped as the dims are."""
+    """Returns `x.view(shape)`; positions that cannot stay cut are re-dealt, or gathered as a `Sum` that refuses writes.
+
+    Collective in these two cases. Raises `Uncut` if it would have to move a cut of weights.
+    """
     part = args[0]
     if isinstance(args[1], torch.dtype):
         # the last dim would have more indices or fewer, and owners are those of before
@@ -73,15 +76,15 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[int, Owners]:
-    """Returns (dim, owners) of a view of the part. Raises `Uncut`."""
+    """Returns (cut dim, owners) of a view of the part to `shape`; raises `Uncut` if it cannot stay cut."""
     return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, goal_of(part, whole))
 
 
 def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
-    """Returns the part dealt so that every rank has indices, for a view that joins dims cut by two axes. Collective.
+    """Returns the part, re-dealt so that every rank has indices if the view joins dims cut by two axes (collective).
 
-    A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks,
-    or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
+    A rank without indices could not tell later which of the joined dims the inner axis cut. None if there are fewer
+    indices than ranks, or both axes cut one dim that the view rearranges.
     """
     inner = part.local
     # every rank has indices, or one axis alone cuts: nothing to do
@@ -102,8 +105,8 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
 def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
     """Returns the part re-dealt so that each index of the view's cut dim lies whole on one rank. Collective.
 
-    None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
-    positions.
+    None if all indices form one group. Called while an `Uncut` is handled, which it raises again if the cut is not of
+    positions, or an outer axis cuts the dim too.
     """
     if not part.axis.positions:
         raise  # what is being handled
@@ -119,10 +122,10 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
-    """Returns a view whose rows have another length (relative scores (S, S + 1) to (S + 1, S)). Collective.
+    """Returns a view that changes the length of rows (relative scores (S, S + 1) to (S + 1, S)), as a part. Collective.
 
-    A rank's new rows lie in its old ones but for the first and the last, which it fetches. None where the cut dim is
-    not the outermost of those that the view rearranges, or other axes cut them too.
+    The elements of a rank's new rows are in its own old rows, except at both ends, where it fetches old rows of others.
+    None if the cut dim is not the outermost of those that the view rearranges, or other axes cut it too.
     """
     run, to = whole.run(part.dim_cut)
     # else a rank's rows do not lie end to end in the whole, and new ones are no runs of old ones
@@ -150,7 +153,10 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
 
 @rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")
 def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `view_as_real` or `view_as_complex` of a part; conjugates are written out, so that memory can be sent."""
+    """Returns `view_as_real`, `view_as_complex` or the conjugate of a part; lazy conjugates are materialised.
+
+    A message sends memory, in which a lazy conjugate does not show.
+    """
     part = args[0]
     local = part.local
     if func._schema.name == "aten::view_as_complex":
@@ -162,7 +168,7 @@ def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("as_strided")
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns `x.as_strided(...)`: as slices where the strides say so, else, in backward alone, of the gathered x."""
+    """Returns `x.as_strided(...)`, by slices and selects if it amounts to these; else, in backward alone, gathered."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
     # strides that amount to slices and single indices, which have rules of their own
     if (found := _indices_of(part, sizes, strides, offset or 0)) is not None:
@@ -179,7 +185,10 @@ def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def _indices_of(
     part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
 ) -> tuple[list[int | slice], list[int | None]] | None:
-    """Returns (a slice or index of each dim of x, x's dim of each dim of the view), where strides say so; else None."""
+    """Returns (a slice or an int for each dim of x, x's dim for each dim of the view, None for a new one of size 1).
+
+    None if the strided view is no combination of slices, selects and permuted dims.
+    """
     # without elements or with repeats, strides do not say which dim is which
     if not part.numel() or not math.prod(sizes) or 0 in part.stride():
         return None
@@ -202,7 +211,7 @@ def _indices_of(
 
 
 def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None]) -> torch.Tensor:
-    """Returns the part at slices and indices, its dims in the order `dims` (of the part; None: a new one of size 1)."""
+    """Returns `part[index]` with its dims in the order `dims`, the results of `_indices_of`."""
     # from the last dim on, so that a dim that a select drops does not move those in front
     for d, each in reversed(list(enumerate(index))):
         if isinstance(each, int):
@@ -220,7 +229,7 @@ def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None])
 
 
 def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
-    """Returns the labels after a view of these shapes, with size one along dims that have none."""
+    """Returns the labels after a view from shape `before` to `after`, with size one along dims without labels."""
     out = labels
     place = 0
     for run, to in groups(before, after):
@@ -243,7 +252,7 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
 )
 def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a view: labels are regrouped as the shapes are, since elements keep their order. Always True."""
+    """Labels a view by its input's labels, regrouped as the dims are. Always True."""
     x = args[0]
     # a view that leaves a weight's dims whole is one of the weight still
     if param_of(x) is not None:
@@ -281,7 +290,7 @@ def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
 
 @label("view_as_complex")
 def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank. Always True."""
+    """Labels `view_as_complex(x)`, the labels of real and imaginary part of a number united. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         name, dims = param
@@ -298,7 +307,7 @@ def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, out
 
 @label("view_as_real")
 def view_as_real_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled. Always True."""
+    """Labels `view_as_real(x)` as x, its new last dim without labels. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         output._axes_of = (param[0], (*param[1], None))

@@ -1,10 +1,10 @@
-"""Turn a whole tensor into a tile when tiles are written into it, where nobody else holds its memory.
+"""`x[index] = value` with tiles: a whole x becomes a tile if nothing else holds its memory, else tiles are gathered.
 
     kept = torch.zeros(B, C, H, W // 2 + 1, dtype=torch.cfloat)     whole, on every rank
     kept[:, :, :m, :m] = spectrum[:, :, :m, :m] * weight            a tile from here on: dealt in blocks, and written to
 
-The object that the module holds stays; what it stands for is a part, which everything that torch does with it is given.
-Where its memory has other readers (a view, an array), or a module keeps it, it stays whole and the tile is gathered.
+The object that the module holds stays the same, as a `Written` that stands for a part, which torch's functions get. If
+its memory has other readers (a view, an array), or a module keeps it, it stays whole and the tile is gathered.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed
 
 Slices = tuple[slice, ...]
-OWN = 2  # uses of a memory that one tensor holds, while it is asked: the tensor's, and the asker's
+OWN = 2  # use count of a storage that one tensor alone holds, read by `_is_free`: the tensor's, and the reader's
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @answers(torch.Tensor.__setitem__, cut_once=False)
 def write(target: torch.Tensor, index: Any, value: Any) -> None:
-    """Writes `target[index] = value`, either of them cut. A whole target that nobody else refers to becomes a tile."""
+    """Writes `target[index] = value`, either of them cut; a whole target becomes a tile if it is free (`_is_free`).
+
+    Else the value is gathered over its cuts. May be collective.
+    """
     cut_dims = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
     if isinstance(target, Distributed) or not cut_dims:
         # the target is cut itself, or the index alone is: a rule for parts does it
@@ -54,7 +57,7 @@ def write(target: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _write(written: Written, index: Any, value: Any) -> None:
-    """Write `written[index] = value` into this rank's tile; by other indices than slices, into the gathered tensor."""
+    """Writes `written[index] = value` into this rank's tile; gathers it first if the index is more than slices."""
     now = now_of(written)
     cut_dims = cuts(now, range(now.dim()))
     where = _whole_slices(index, tuple(now.shape))
@@ -80,7 +83,10 @@ def _write(written: Written, index: Any, value: Any) -> None:
 
 
 def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]] | None:
-    """Returns (a slice for each dim, the dims indexed by an int); None for more than slices, ints and `...`."""
+    """Returns (a slice for each dim, the dims indexed by an int); None if the index has more than slices, ints, `...`.
+
+    The slice of a dim that is indexed by an int has length one. None too if an int is out of range.
+    """
     indices = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, bool) or not (isinstance(item, slice | int) or item is Ellipsis) for item in indices):
         return None
@@ -99,7 +105,7 @@ def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]
 
 
 def _dims_of(slices: Slices, single: list[int], value: torch.Tensor) -> list[int] | None:
-    """Returns, for each dim of a value, the target's dim that it is written along; None where values are repeated."""
+    """Returns, for each dim of a value, the target's dim that it is written along; None if the value is broadcast."""
     kept = [dim for dim in range(len(slices)) if dim not in single][-value.dim() :] if value.dim() else []
     sizes = [len(range(slices[dim].start, slices[dim].stop, slices[dim].step or 1)) for dim in kept]
     return kept if sizes == list(value.shape) else None
@@ -110,7 +116,7 @@ def _blocks(target: torch.Tensor, dim: int, cut: CutDim) -> Owners:
 
 
 def _is_free(target: torch.Tensor) -> bool:
-    """Returns whether nobody but the holder of this very object reads its memory. Alike on all ranks."""
+    """Whether nothing but this object refers to its memory, and no watched module keeps it. The same on all ranks."""
     if type(target) not in (torch.Tensor, FakeTensor) or target.requires_grad or target._base is not None:
         return False
     # buffers and attributes of modules outlive the forward (running fields), so they stay whole tensors
@@ -123,7 +129,7 @@ def _is_free(target: torch.Tensor) -> bool:
 
 
 def _become(target: torch.Tensor, cut_dims: list[CutDim]) -> None:
-    """Let a whole tensor, which stays the same object, be this rank's tile of it from now on."""
+    """Turns the whole `target`, which stays the same object, into a `Written` that stands for its tiles."""
     tile = target
     for cut in cut_dims:
         tile = cut.owners.take(tile, cut.dim, cut.axis.index)
@@ -131,7 +137,10 @@ def _become(target: torch.Tensor, cut_dims: list[CutDim]) -> None:
 
 
 def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor | None:
-    """Returns the value with the shape and the cuts of the region it is written to; None where that cannot be."""
+    """Returns `value` with the shape and cuts of the `region` that it is written to; None if it does not get these.
+
+    single  the region's dims that are indexed by an int, which the value lacks
+    """
     # a number fits everywhere
     if isinstance(value, torch.Tensor):
         for _ in range(region.dim() - len(single) - value.dim()):
@@ -148,7 +157,7 @@ def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor
 
 
 def _local(slices: Slices, cut_dims: list[CutDim]) -> Slices:
-    """Returns the slices in places of this rank's share."""
+    """Returns the global `slices` converted to positions in this rank's share."""
     own_slices = list(slices)
     for cut in cut_dims:
         start, stop, step = slices[cut.dim].start, slices[cut.dim].stop, slices[cut.dim].step or 1
@@ -158,7 +167,7 @@ def _local(slices: Slices, cut_dims: list[CutDim]) -> Slices:
 
 
 def watch(module: nn.Module) -> None:
-    """Makes a module return parts for tensors into which tiles were written (`Written`); what it keeps is whole."""
+    """Makes `module` return the part in place of a `Written`, and has its own tensors stay whole (`_is_free`)."""
     if module not in _WATCHED:
         _WATCHED.add(module)
         module.register_forward_hook(_give_parts)

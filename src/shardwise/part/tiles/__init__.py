@@ -1,8 +1,8 @@
-"""Tiles: what a rank reads of a cut dim beside its own share, and how long it is kept.
+"""Tiles: operations that read a rank's neighbours along a cut dim, their halo exchanges, and what backward keeps.
 
-An operation that reads neighbours is answered above autograd: a differentiable fetch of what this rank's outputs read,
-dim by dim, so that corners come along, then the plain operation on it; its backward gives back and adds. Where torch
-chooses an operation by how a tensor lies in memory (a linear layer's bias), the function on tiles chooses in its place:
-a share of one row lies in memory in several ways, and ranks must come to one order of collectives. What was computed of
-whole tensors alone takes its gradient whole.
+Such an operation is answered above autograd. A differentiable fetch gets what this rank's outputs read, dim by dim, so
+that corners come along, and the plain operation runs on it; the fetch's backward sends gradients to their owners, which
+add them. If torch chooses an operation by a tensor's strides (a linear layer's bias), the function on tiles chooses
+instead, because a share of one row may have several strides, and ranks must issue collectives in one order. The
+gradient of what was computed of whole tensors alone is gathered.
 """

@@ -1,4 +1,4 @@
-"""Deep halos (`domain_depth`): one exchange serves several convolutions; rows at borders are computed on two ranks.
+"""Deep halos (`domain_depth`): one halo exchange serves several convolutions; border rows are computed on two ranks.
 
     domain_depth=3, kernel 3        tile
     fetched                     3 | 8 | 3      one exchange in place of three
@@ -6,18 +6,17 @@
     convolution, ReLU           1 | 8 | 1
     convolution                     8          the next one fetches again
 
-A part stays what it is: each index has one owner, and norms, masks, losses and every other operation read that alone.
-Beside a part lies its `Margin`: the window out of which the part was cut, and which indices of the field it has. A
-convolution that finds enough there sends nothing; an operation that treats each element alone is done on the window,
-and the part cut out again; what does anything else reads the part, and ends the chain. Backward is autograd's: the
-gradient of a cell of the window comes from what was computed of it, and those of other ranks' cells go back in one
-exchange.
+A part stays what it is, with one owner for each index, and norms, masks, losses and other operations read that alone.
+Beside a part lies its `Margin`, the window of the field out of which the part was cut. A convolution that finds enough
+there sends nothing. An elementwise operation runs on the window, and the part is cut out of the result. Any other
+operation reads the part, and its result has no margin. Backward is autograd's; gradients of other ranks' cells go back
+to them in one exchange.
 
-Bytes of an exchange: those of all convolutions that it serves, if these are alike; the corners more. Computed twice:
-(depth - 1) times what a convolution reads on each side, in the first one, less in each behind it.
+Bytes of an exchange: those of all convolutions that it serves, if these are alike, plus the corners. Computed twice:
+(depth - 1) times what a convolution reads on each side, in the first one, less in each that follows.
 
-What this does not do: know what comes behind a convolution. It fetches for as many of its own kernel as the plan says,
-for nothing where a norm follows. Boundaries other than zeros are made by `F.pad`, which reads the part.
+What this does not do: know what follows a convolution. It fetches for as many convolutions with its own kernel as the
+plan says, for nothing if a norm follows. Boundaries other than zeros are made by `F.pad`, which reads the part.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ Ranges = tuple[tuple[int, int], ...]  # of each rank, the indices (start, stop) 
 
 @dataclass(frozen=True)
 class Margin:
-    """The window out of which a part was cut.
+    """The window of the field out of which a part was cut.
 
-    window   this rank's, plain
-    cut_dims how the part is cut, the outermost first
-    ranges   for each of these cuts: what every rank's window has along the dim
-    left     convolutions that it may still serve
-    version  of the part, when it was cut out: what is written into the part is not in the window
+    window    this rank's window, a plain tensor that contains the part's share
+    cut_dims  the part's cuts, the outermost first
+    ranges    for each of these cuts, the range (start, stop) of the dim that each rank's window has
+    left      number of convolutions that it may still serve
+    version   `_version` of the part when it was cut out, since later writes into the part are not in the window
     """
 
     window: torch.Tensor
@@ -61,7 +60,7 @@ class Margin:
 
 
 def margin_of(tensor: Any) -> Margin | None:
-    """Returns a part's margin; None where it has none, or was written into since."""
+    """Returns the `Margin` of a tensor; None if it has none, or was written since it was cut out."""
     # autograd counts each write in place in `_version`, and none of them reaches the window
     margin = tensor.margin if isinstance(tensor, Part) else None
     return margin if margin is not None and margin.version == tensor._version else None
@@ -71,21 +70,24 @@ def deepened(
     input: torch.Tensor, along: Mapping[int, Sliding], cut_dims: list[CutDim],
     operation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Returns this rank's tile of the operation's result, with a margin; None where none can be had.
+    """Returns a convolution's result as a part with a margin; None if it cannot have one.
 
-    along   by dim: its outputs and what they read; of dims that are missing each output reads its own
-    operation  the local one, which pads nothing along the dims that are cut
+    Collective, if the input's margin does not suffice.
+
+    along      cut dim -> its `Sliding`; along a cut dim that is missing each output reads its own input
+    cut_dims   the input's cuts, the outermost first
+    operation  window -> result, which pads nothing along cut dims
     """
     depth = min(cut.axis.halo_depth for cut in cut_dims)
     # other cuts beside these (of weights, say) leave no plain tile, and a margin is a plain window
     if depth == 1 or not alone(input, cut_dims):
         return None
     maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in cut_dims]
-    # a convolution that reads its neighbours uses up one of those that the margin serves; a pointwise one uses none
+    # a convolution that reads neighbours uses up one of those that the margin may serve; a pointwise one uses none
     moves = any(sliding.extent > 1 or sliding.stride > 1 for sliding in maps)
     margin = margin_of(input)
     if margin is not None and margin.left >= moves and margin.cut_dims == tuple(cut_dims):
-        # of every rank, by what all know alike: either all find enough, or all exchange
+        # decided from every rank's ranges, which all know: either all ranks find enough, or all exchange
         own = zip(cut_dims, maps, margin.ranges, strict=True)
         ranges = _all_or_none([_computable(cut.owners, m, have) for cut, m, have in own])
         if ranges is not None:
@@ -110,17 +112,17 @@ def deepened(
 
 
 def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
-    """Returns the ranges of all ranks; None where any rank has none."""
+    """Returns the list unchanged; None if any of its entries is None."""
     there = [by_rank for by_rank in ranges if by_rank is not None]
     return there if len(there) == len(ranges) else None
 
 
 @lru_cache(REMEMBERED)
 def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
-    """Returns each rank's outputs (start, stop), with those around them that `more` further convolutions like it read.
+    """Returns each rank's range of outputs, widened by what `more` further convolutions of the same kind read.
 
-    None where a tile is empty, before or after, tiles do not lie in the order of the ranks, or padding is wider than
-    the kernel.
+    owners, along  those of the inputs, and the convolution
+    None if a rank has no inputs or no outputs, tiles are not in rank order, or padding is wider than the kernel.
     """
     after = reads(owners, along).owners
     front, behind = more * along.before, more * (along.extent - 1 - along.before)
@@ -134,9 +136,9 @@ def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
 
 @lru_cache(REMEMBERED)
 def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
-    """Returns each rank's outputs (start, stop) that its inputs `have` suffice for; None where one lacks its own.
+    """Returns each rank's range of outputs that it can compute from its window; None if a rank lacks its own outputs.
 
-    have  of each rank, its inputs (start, stop)
+    owners, along  those of the inputs, and the convolution;  have  each rank's range of inputs in its window
     """
     after, ranges = reads(owners, along).owners, []
     for rank, (low, high) in enumerate(have):
@@ -152,9 +154,9 @@ def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
 
 
 def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.Tensor:
-    """Returns the inputs of this rank's outputs, cut out of the margin's window; zeros beyond the field's edges.
+    """Returns the inputs of this rank's outputs, cut out of the margin's window, with zeros beyond the field's edges.
 
-    ranges  by cut dim: of each rank, its outputs (start, stop)
+    maps, ranges  for each cut dim the convolution, and each rank's range of outputs
     """
     window = margin.window
     for cut, sliding, have, outputs in zip(margin.cut_dims, maps, margin.ranges, ranges, strict=True):
@@ -173,13 +175,16 @@ def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.
 def _with_margin(
     window: torch.Tensor, cut_dims: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
 ) -> torch.Tensor:  # fmt: skip
-    """Returns an operation's result as a part: `_cut_out` of the owners of its outputs; `cut_dims`: of its input."""
+    """Returns a convolution's result `window` as a part with a margin (`_cut_out`); `cut_dims` are its input's cuts."""
     after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(cut_dims, maps, strict=True)]
     return _cut_out(window, after, ranges, left)
 
 
 def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges], left: int) -> torch.Tensor:
-    """Returns the part whose share lies inside `window`, with the window as its margin for `left` more convolutions."""
+    """Returns the part whose share lies inside `window`, with the window as its margin for `left` more convolutions.
+
+    cut_dims, ranges  the part's cuts, and for each the range of every rank's window
+    """
     own = window
     for cut, by_rank in zip(cut_dims, ranges, strict=True):
         start, count = cut.owners.span(cut.axis.index) or (0, 0)
@@ -192,17 +197,17 @@ def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges],
 
 
 class _NotAlone(Exception):
-    """Raised before an operation that treats elements together, draws or writes."""
+    """Raised before an operation that is not elementwise, draws random numbers, or writes."""
 
 
 class _ElementsAlone(TorchDispatchMode):
-    """Raises `_NotAlone` before an operation that does not treat each element alone. `ran`: how many did."""
+    """Mode that raises `_NotAlone` before an operation that is not elementwise. `ran`: number of those that were."""
 
     ran = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # `prim::device` and the like ask for what a tensor is: an error would be no answer to that
+        # `prim::device` and the like read a tensor's attributes, on which an exception would be wrong
         if func in _KEPT or func.namespace != "aten":
             return func(*args, **kwargs)
         # the tag says it of most; of others it is tried out on small tensors
@@ -219,9 +224,9 @@ _DUNDER = {"radd": "add", "rmul": "mul", "truediv": "div"}
 
 @cache
 def _may_be_alone(func: Callable) -> bool:
-    """Returns whether a function of torch is named as an operation that treats elements alone, and writes nowhere.
+    """Whether a function of torch, by its name, may be an elementwise operation that writes nothing.
 
-    A quick look, before any window is cut: `_ElementsAlone` finds out what it does.
+    A quick check before windows are cut; `_ElementsAlone` then checks the operations that run.
     """
     name = getattr(func, "__name__", "")
     # what is written in Python calls other functions, which come here one by one; `relu_` writes, `__add__` does not
@@ -235,9 +240,9 @@ def _may_be_alone(func: Callable) -> bool:
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns an elementwise function's result as a part with a margin, computed on the parts' windows; else None.
+    """Returns an elementwise function's result as a part with a margin, computed on its inputs' windows.
 
-    None: it treats elements together, or its parts lack margins, or have margins of other cuts.
+    None if it is not elementwise, or its distributed inputs have no margins, or margins of different cuts.
     """
     parts = [arg for arg in args if isinstance(arg, Distributed)]
     margins = [margin for part in parts if (margin := margin_of(part)) is not None]
@@ -275,18 +280,21 @@ def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _spreads(tensor: torch.Tensor, place: int) -> bool:
-    """Returns whether a plain tensor has several indices along a dim, which `place` (negative) counts from the last."""
+    """Whether a plain tensor has size other than one along dim `place`, a negative number."""
     return tensor.dim() >= -place and tensor.shape[place] != 1
 
 
 @lru_cache(REMEMBERED)
 def _common(ranges: tuple[Ranges, ...]) -> Ranges:
-    """Returns, of each rank, the indices (start, stop) that lie in its window of every margin."""
+    """Returns, for each rank, the range (start, stop) that lies in its windows of all margins.
+
+    ranges  for each margin, every rank's range along one dim
+    """
     return tuple((max(low for low, _ in rank), min(high for _, high in rank)) for rank in zip(*ranges, strict=True))
 
 
 def _narrowed(margin: Margin, ranges: list[Ranges]) -> torch.Tensor:
-    """Returns the slice of a margin's window that holds this rank's `ranges`."""
+    """Returns the slice of a margin's window that has this rank's ranges; `ranges`: for each cut dim every rank's."""
     window = margin.window
     for cut, have, wanted in zip(margin.cut_dims, margin.ranges, ranges, strict=True):
         (start, _), (low, high) = have[cut.axis.index], wanted[cut.axis.index]

@@ -1,4 +1,4 @@
-"""Wraps an operation so that what it reads of tiles is gathered and it is done whole; which ones are: rules/rare.
+"""Wrappers that run a function of torch on gathered tiles, on every rank; most are applied in part/rules/rare.
 
 Received by a rank: (p-1)/p of the field over every axis that cuts it, and in backward as much again of the gradient.
 A result with as many dims as the field is cut again.
@@ -26,24 +26,27 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 
 def with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
-    """Returns a share with one index along its empty dims, since kernels take no tensors without elements."""
+    """Returns a share with size one along its dims `empty`, of size 0, because kernels refuse empty tensors."""
     # a sum over nothing: zeros, by an operation of autograd, so that backward runs on this rank too
     return share.sum(empty, keepdim=True).to(share.dtype) if empty else share
 
 
 def extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
-    """Returns the length of a dim that the cut's axis divides: less than the tensor's where outer axes cut it."""
+    """Returns the length of dim `dim` inside the axes further out than the cut's, which that axis divides."""
     return from_axis(tensor.detach(), cut.axis).shape[dim]
 
 
 def dealt_again(result: torch.Tensor, cut: CutDim) -> Owners:
-    """Returns the owners of a result along the dim of `cut`: as before, or blocks where its size is another."""
+    """Returns the owners of `result` along the dim of `cut`: the cut's own, or blocks if the size has changed."""
     n = extent(result, cut.dim, cut)
     return cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
 
 
 def of_all(plain: Callable) -> Callable:
-    """Returns a function that runs `plain` on gathered tensors, on every rank; cuts results of as many dims again."""
+    """Returns a function that runs `plain` on gathered tensors, on every rank, and cuts its results again.
+
+    A result is cut as the first part among the arguments if it has as many dims, and the cut dims are long enough.
+    """
 
     @wraps(plain)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,7 @@ def of_all(plain: Callable) -> Callable:
         now = cuts(parts[0], range(parts[0].dim())) if parts else []
 
         def again(whole: torch.Tensor) -> torch.Tensor:
-            whole = whole_gradient(whole, now[0].axis)  # in backward too the operation is done of whole tensors
+            whole = whole_gradient(whole, now[0].axis)  # the operation's backward runs on whole tensors too
             # a result of other dims, or of fewer cells than ranks, stays whole
             n, sizes = parts[0].dim(), zip(whole.shape, parts[0].shape, strict=False)
             room = [size == before or size >= math.prod(cut.axis.size for cut in now) for size, before in sizes]
@@ -68,7 +71,7 @@ def of_all(plain: Callable) -> Callable:
 
 
 def _whole(name: str, part: Part) -> torch.Tensor:
-    """Returns the part gathered over every axis of positions, and notes what that costs. Collective."""
+    """Returns the part gathered over every axis of positions, noted for the user. `name`: the function. Collective."""
     whole: torch.Tensor = part
     for cut in reversed(cuts(part, range(part.dim()))):
         noted(f"a field of which {name} reads all dims", whole, cut)
@@ -77,7 +80,7 @@ def _whole(name: str, part: Part) -> torch.Tensor:
 
 
 def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
-    """Returns a tensor that every rank has, cut in these ways, in blocks where its size is another. Nothing is sent."""
+    """Returns a whole tensor cut by `cut_dims` (outermost first), in blocks if a size has changed. Nothing is sent."""
     if not cut_dims:
         return whole
     cut, *inside = cut_dims
@@ -87,20 +90,20 @@ def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
 
 
 def _functions(name: str) -> set[Callable]:
-    """Returns the functions of torch that have a name: of torch, of tensors, and of its namespaces."""
+    """Returns the functions called `name` in torch, torch.Tensor, F, torch.linalg and torch.fft."""
     places = (torch, torch.Tensor, F, torch.linalg, torch.fft)
     return {getattr(place, name) for place in places if callable(getattr(place, name, None))}
 
 
 def done_whole(*names: str) -> None:
-    """Registers the functions of these names on tiles: every rank gathers what they read and does them whole; noted."""
+    """Registers the functions of torch of these names to run on gathered tiles (`of_all`); the user is told."""
     for name in names:
         for plain in _functions(name):
             answers(plain, cut_once=False)(of_all(plain))
 
 
 def whole_without_rule(*names: str) -> None:
-    """Registers the functions of these names on tiles: by rules where these know what is cut, else `done_whole`."""
+    """Registers the functions of torch of these names to run by rules on shares, on gathered tiles after `Uncut`."""
 
     def by_rule_or_whole(plain: Callable) -> Callable:
         whole = of_all(plain)
@@ -121,9 +124,10 @@ def whole_without_rule(*names: str) -> None:
 
 
 def apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
-    """Registers `function` on tiles: it runs on each rank's own indices of the first `lead(input)` dims.
+    """Registers `function` to run on each rank's own indices if one of the first dims of its input is cut.
 
-    It raises `Uncut` where another argument is cut otherwise along these.
+    lead  input -> number of its first dims (samples, channels) whose indices the function treats independently
+    A call raises `Uncut` if another argument is cut otherwise along these dims.
     """
     answer = FUNCTIONS.get(function, function)  # read before it is replaced below: it answers cuts of the other dims
 
@@ -157,5 +161,5 @@ def apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
 
 
 def in_front(dims: int) -> Callable[[torch.Tensor], int]:
-    """Returns a function that gives the number of dims of a tensor in front of its last `dims`."""
+    """Returns a function that returns the number of dims of a tensor in front of its last `dims` (see `apart`)."""
     return lambda x: x.dim() - dims

@@ -1,6 +1,7 @@
-"""Note every tensor that tiles gather whole, and its bytes, in a rehearsal; engine/find_positions tells or refuses.
+"""Record every tensor that is gathered over tiles in a rehearsal, and its size; engine/find_positions tells the user.
 
-Nothing is gathered in silence. What mixes positions and has no rule is refused; `whole` is how a model asks for it.
+Nothing is gathered in silence. An operation that mixes positions and has no rule is refused, unless the model gathers
+its input by `whole`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from shardwise.part.tiles.saved_halos import CutDim
 
 @dataclass(frozen=True)
 class Gather:
-    """One tensor that every tile gathers over one axis. `elements`: received by a rank for each sample."""
+    """One gathering of a tensor over one axis."""
 
-    what: str  # operation and tensor, in words
-    axis: str
-    ranks: int  # of the axis
-    elements: int
+    what: str  # description of operation and tensor for the user
+    axis: str  # its name
+    ranks: int  # size of the axis
+    elements: int  # received by a rank for each sample
 
 
 _SEEN: list[list[Gather]] = []
@@ -32,7 +33,7 @@ _SEEN: list[list[Gather]] = []
 
 @contextmanager
 def watching() -> Iterator[list[Gather]]:
-    """Context: yields a list to which everything that is gathered inside is added."""
+    """Context that yields a list to which a `Gather` is added for each gathering inside."""
     _SEEN.append([])
     try:
         yield _SEEN[-1]
@@ -41,7 +42,10 @@ def watching() -> Iterator[list[Gather]]:
 
 
 def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = None) -> None:
-    """Note that a tensor is gathered over the axis of a cut. `samples`: in it; None: its first dim are samples."""
+    """Records that `tensor` is gathered over the axis of `cut`.
+
+    what     description for the user;  samples  number of samples in it; None: the size of its first dim
+    """
     samples = tensor.shape[0] if samples is None else samples
     elements = tensor.numel() // max(samples, 1) * (cut.axis.size - 1) // cut.axis.size
     for seen in _SEEN:
@@ -49,9 +53,9 @@ def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = No
 
 
 def _noted(what: str, part: Part) -> None:
-    """Note that a rule below autograd gathers a part over its own axis."""
+    """Records that a rule below autograd gathers `part` over its own axis."""
     samples = part.shape[0]
-    if part.dim_cut == 0:  # positions first, or joined with the samples before them
+    if part.dim_cut == 0:  # positions are the first dim, alone or joined with the samples in front of them
         samples = part.factors[0] if part.factors is not None else part.shape[1] if part.dim() > 1 else 1
     noted(what, part, CutDim(part.axis, part.dim_cut, part.owners), samples)
 
@@ -60,11 +64,11 @@ GATHERS.append(_noted)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as one process has it, on every rank: tiles are gathered. Differentiable. Collective.
+    """Returns the tensor with its tiles gathered on every rank. Differentiable. Collective.
 
-    For operations that mix positions and have no rule (`torch.linalg.svdvals(whole(x))`). Each rank receives the
-    others' tiles and holds all of it, which a run tells before its first step. Without tiles, and in one process, the
-    tensor itself.
+    For a model's operation that mixes positions and has no rule (`torch.linalg.svdvals(whole(x))`). Each rank receives
+    the others' tiles and holds all of them, which a run tells before its first step. Without tiles, and in one process,
+    it returns `tensor` itself.
     """
     here = tensor  # walks inwards, past axes that cut no positions (tp's channels stay cut)
     while isinstance(here, Distributed):
@@ -76,7 +80,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def explained(seen: Sequence[Gather]) -> list[str]:
-    """Returns a line of text for each kind of tensor that is gathered."""
+    """Returns a line for the user for each description and axis in `seen`, with the elements received per sample."""
     return [
         f"{what} is gathered over {axis}={ranks}: in a forward a rank receives "
         f"{sum(g.elements for g in seen if (g.what, g.axis) == (what, axis)):,} elements for a sample, and "

@@ -1,4 +1,4 @@
-"""Which inputs each output of an operation along one dim reads, hence what each rank fetches. Pure arithmetic.
+"""Which inputs each output of an operation along one dim reads, and hence what each rank fetches. Pure arithmetic.
 
     convolution, kernel 3, stride 2, padding 1, 10 inputs on two ranks
 
@@ -7,8 +7,8 @@
     rank 0        -1 ...... 5                outputs 0..2 read inputs -1..5: zero, its own, one from rank 1
     rank 1                  5 ...... 9       outputs 3..4 read inputs 5..9
 
-Stride, dilation, even kernels, uneven, tiny and empty tiles, and halos over several neighbours are all this one rule.
-Every rank computes it for all ranks alike, so nothing is exchanged about sizes.
+Stride, dilation, even kernels, uneven, tiny and empty tiles, and halos over several neighbours need no other rule.
+Every rank computes it for all ranks alike, so no sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.part.exchanges import Wanted
 
 
 class Map(Hashable, Protocol):
-    """Outputs along one dim and the inputs that they read."""
+    """Protocol of a map from outputs along one dim to the inputs that they read; inputs may lie outside the dim."""
 
     @property
     def size(self) -> int:
@@ -43,7 +43,10 @@ class Map(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Sliding:
-    """A window that slides: output j reads inputs j * stride - before + t * dilation, for t below `kernel`."""
+    """A sliding window: output j of `size` reads inputs j * stride - before + t * dilation, for 0 <= t < kernel.
+
+    before  padding in front of the dim
+    """
 
     size: int
     kernel: int
@@ -53,12 +56,12 @@ class Sliding:
 
     @property
     def extent(self) -> int:
-        """Returns how many inputs lie from the first to the last that one output reads."""
+        """Returns the number of inputs from the first to the last that one output reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def needed(self) -> int:
-        """Returns how many inputs lie from the first to the last that any output reads, those outside among them."""
+        """Returns the number of inputs from the first to the last that any output reads, those outside included."""
         return (self.size - 1) * self.stride + self.extent
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
@@ -76,10 +79,10 @@ class Sliding:
 
 @dataclass(frozen=True)
 class Spreading(Sliding):
-    """A transposed window: input i adds to outputs i * stride - before + t * dilation, for t below `kernel`."""
+    """A transposed window: input i adds to outputs i * stride - before + t * dilation, for 0 <= t < kernel."""
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns (first, last + 1) input, wide enough that what these inputs add to covers the outputs."""
+        """Returns (first, last + 1) of inputs such that what they add to covers outputs `start` to `stop`."""
         # from the first input that adds to an output, rounded up, to the last, rounded down; where the stride is longer
         # than the kernel, outputs lie between what two inputs add to, and both are read
         far, behind = self.dilation * (self.kernel - 1), stop + self.before
@@ -99,9 +102,9 @@ class Spreading(Sliding):
 class Reads:
     """The exchange of one operation along one dim.
 
-    owners   of the outputs
-    wanted   of each rank: the inputs that it fetches
-    skip     of each rank: outputs of the local operation in front of its own
+    owners   owners of the outputs
+    wanted   for each rank, the ranges of inputs that it fetches
+    skip     for each rank, the number of outputs of its local operation in front of the first that it owns
     """
 
     owners: Owners
@@ -111,10 +114,10 @@ class Reads:
 
 @lru_cache(REMEMBERED)
 def reads(owners: Owners, along: Map) -> Reads:
-    """Returns who owns which output and what each rank fetches, where `owners` have the inputs.
+    """Returns the `Reads` of an operation `along` a dim whose inputs are dealt by `owners`.
 
-    A rank without outputs wants inputs outside the dim, which are zeros: its local operation gives something, of which
-    nothing is kept, so that it is a node of the graph and meets the collectives of backward.
+    A rank without outputs fetches inputs outside the dim, which are zeros. Its local operation then has a result, which
+    is dropped, but is part of autograd's graph, so that the rank issues the collectives of backward.
     """
     after = owners_after(owners, along.size, along.centre(np.arange(along.size)))
     wanted, skip = [], []  # of all ranks, on each of them: what it sends follows from what others want
@@ -132,9 +135,9 @@ def reads(owners: Owners, along: Map) -> Reads:
 
 
 def owners_after(owners: Owners, size: int, centre: np.ndarray) -> Owners:
-    """Returns contiguous owners of `size` outputs: each belongs to the owner of its middle input.
+    """Returns contiguous owners of `size` outputs, each owned by the owner of its middle input `centre` (size,).
 
-    In blocks where inputs do not lie in the order of the ranks.
+    Blocks if the inputs are not in rank order, or `centre` is not ascending over ranks.
     """
     # dealt zigzag, a rank's outputs would be no range
     if owners.size == 0 or not owners.in_rank_order:

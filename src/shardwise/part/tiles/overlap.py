@@ -1,16 +1,16 @@
-"""Convolve a tile while its halo is on its way; which do, and what is told: convolve, domain, engine/find_positions.
+"""Convolve a tile while its halo is exchanged, and in backward send the halo's gradient while others are computed.
 
     forward     post the halo | convolve the tile, zeros around it | wait | the border's outputs again, with the halo
     backward    gradient of the halo, from the border's | send it back | the tile's and the weight's | wait | add
 
-What is computed is linear in the rows that are read: the gradient of the tile is that of a tile with zeros around it,
-and that of the weight is the tile's and the halo's added up. So no window of tile and halo is made, and what is
-computed twice are the border's outputs: kernel - 1 rows or so for each neighbour. A backward that may be differentiated
-again waits for its halo, and is that of the window.
+A convolution is linear in the rows that it reads. So the gradient of the tile is that of a tile with zeros around it,
+and the gradient of the weight is the sum of the tile's and the halo's. No window of tile and halo is made; computed
+twice are the border's outputs, about kernel - 1 rows for each neighbour. A backward that may be differentiated again
+waits for its halo and convolves the window.
 
-Of a grid of several dims the exchange of the last one is under way meanwhile; those before bring its corners and are
-waited for. A convolution must be large enough for it (`Axis.overlap_from`), by what all ranks know alike, so that they
-come to the same collectives in one order.
+If a grid cuts several dims, the exchange of the last one overlaps; the others bring its corners and are waited for. A
+convolution must be large enough (`Axis.overlap_from`), which is decided by sizes that are the same on all ranks, so
+that these issue the same collectives in one order.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from shardwise.part.tiles.maps import Sliding, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart, nothing_hooked
 from shardwise.part.tiles.windows import alone, fetched, given_back, opened, placed, used
 
-LEAST = 1.0  # of `Axis.overlap_from` that a convolution has in products
-BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
+LEAST = 1.0  # multiply-adds of a convolution on a tile, in units of `Axis.overlap_from`, from which it overlaps
+BORDER = 1 / 4  # the largest share of a tile's outputs that may be computed twice, unless `overlap_from` is 0
 _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Along one dim: which rows a rank reads, its own and others', and which of its outputs read others'.
+    """Numbers of rows along one dim that a rank reads and computes.
 
-    first, own       its own rows that it reads: place among them, and how many
-    front, behind    rows in front of these and behind them that are read, those outside the field too
-    outputs          its own
-    leading, trailing  of these, those that read another rank's rows in front, and behind
+    first, own         of the rank's own rows, the first that it reads, and how many it reads
+    front, behind      rows in front of and behind these that it reads, of other ranks or outside the field
+    outputs            output rows that it owns
+    leading, trailing  of its outputs, those that read other ranks' rows in front, and those that read them behind
     """
 
     first: int
@@ -58,7 +58,7 @@ class Sides:
 
 @lru_cache(REMEMBERED)
 def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
-    """Returns each rank's `Sides`; None where a rank has no outputs, or one that reads beyond both ends of its tile."""
+    """Returns each rank's `Sides`; None if a rank has no outputs, or one that reads beyond both ends of its tile."""
     plan, by_rank = reads(owners, along), []
     if not has_halos(owners, plan.wanted) or not all(plan.owners.counts):
         return None
@@ -82,7 +82,7 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The arguments of a convolution of tiles; `padding` is for dims that are not cut."""
+    """The arguments of a convolution of tiles, for each dim of space; `padding` is 0 for dims that are cut."""
 
     stride: tuple[int, ...]  # for each dim of space
     padding: tuple[int, ...]
@@ -92,12 +92,12 @@ class Convolution:
 
 @dataclass(frozen=True)
 class _Call:
-    """A convolution along its last cut dim, as this rank does it. `place`: which dim of space that is."""
+    """A convolution as this rank computes it along its last cut dim, which is dim of space `place`."""
 
     how: Convolution
     cut: CutDim
-    wanted: Wanted  # rows of each rank's tile that others read
-    here: Sides  # what this rank reads along the dim
+    wanted: Wanted  # for each rank, the range of rows that its outputs read
+    here: Sides  # those of this rank
     place: int
     kernel: int  # rows from the first to the last that an output reads
 
@@ -111,13 +111,13 @@ class _Call:
 
     @property
     def padding(self) -> int | None:
-        """Returns the padding along the dim that the kernel can do by itself; None where the two sides differ."""
+        """Returns the padding that the kernel can do along the dim; None if the two sides need different ones."""
         side = self.here
         fits = (side.own + 2 * side.front - self.kernel) // self.stride + 1 == side.outputs
         return side.front if fits and side.own + 2 * side.front >= self.kernel else None
 
     def own(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of this rank's tile that it reads, with zeros around them where the kernel cannot pad."""
+        """Returns the rows of this rank's tile that it reads, with zeros around them if `padding` is None."""
         side = self.here
         tile = local.narrow(self.dim, side.first, side.own) if side.own != local.shape[self.dim] else local
         return tile if self.padding is not None else _padded(tile, self.dim, side.front, side.behind)
@@ -128,7 +128,7 @@ class _Call:
 
     @property
     def borders(self) -> tuple[_Border | None, _Border | None]:
-        """Returns the borders (in front, behind); None for a side where no other rank's rows are read."""
+        """Returns the `_Border`s (in front, behind); None for a side on which no other rank's rows are read."""
         side, front, behind = self.here, None, None
         if side.leading:
             end = (side.leading - 1) * self.stride + self.kernel
@@ -145,7 +145,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Border:
-    """Outputs that read a halo, and the rows of halo and tile that they read: places and how many."""
+    """The outputs of one side that read a halo, and the rows of halo and tile that they read."""
 
     output: int  # place of the first of them
     outputs: int  # how many
@@ -156,12 +156,15 @@ class _Border:
 
 
 def _padded(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    """Returns the tensor with zeros in front of it along a dim, and behind."""
+    """Returns the tensor with `before` rows of zeros in front of it along a dim, and `after` behind."""
     return torch.constant_pad_nd(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [before, after])
 
 
 class _Overlapped(torch.autograd.Function):
-    """This rank's outputs of its tile, a plain weight and bias. Collective, in backward too."""
+    """The convolution of this rank's tile, with a plain weight and bias, to its own outputs. Collective, both ways.
+
+    call  the `_Call`;  make  local tensor -> a part with the tile's cut
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +194,7 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
-        """Returns the gradients of the tile, weight and bias; the halo's goes to the neighbours meanwhile."""
+        """Returns the gradients of the tile, weight and bias, and sends the halo's to the neighbours meanwhile."""
         if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return _of_window(ctx, gradient)
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
@@ -236,7 +239,7 @@ class _Overlapped(torch.autograd.Function):
 
 
 def _of_window(ctx: Any, gradient: torch.Tensor) -> tuple:
-    """Returns the gradients of a convolution of the window, which may be differentiated again. Collective."""
+    """Returns the gradients of tile, weight and bias from the window, by differentiable operations. Collective."""
     call, (local, weight, *_), (wants_tile, wants_weight, wants_bias) = ctx.call, ctx.saved_tensors, _goals(ctx)
     how = call.how
     window = fetched(placed(local, [call.cut]), call.cut, call.wanted)
@@ -249,7 +252,10 @@ def _of_window(ctx: Any, gradient: torch.Tensor) -> tuple:
 
 
 def _goals(ctx: Any) -> list[bool]:
-    """Returns whether the running backward needs the gradient of [tile, weight, bias]; one split in two, of some."""
+    """Returns, for [tile, weight, bias], whether the running backward needs its gradient.
+
+    A backward that is split in two (for inputs, then for weights) needs some of them each time.
+    """
     wanted = [
         needed and (node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node))
         for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
@@ -261,11 +267,12 @@ def overlapped(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Convolution,
     along: Mapping[int, Sliding], cut_dims: list[CutDim],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Returns a convolution whose last exchange passes while it computes; None where it cannot or should not.
+    """Returns a convolution that overlaps with the exchange along its last cut dim; None if it cannot or should not.
 
     Collective.
 
-    along   by dim that is cut (`cut_dims`, the outermost first): its outputs and what they read; none where their own
+    cut_dims  the input's cuts, the outermost first
+    along     cut dim -> its `Sliding`; a cut dim is missing if each output reads its own input there
     """
     cut, first = cut_dims[-1], input.dim() - len(how.stride)
     # of a dim of which each rank reads its own rows alone there is no exchange; unbatched fields wait for theirs
@@ -301,7 +308,7 @@ def overlapped(
 def _worth(
     input: torch.Tensor, weight: torch.Tensor, how: Convolution, by_rank: Sequence[Sides], cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
-    """Returns whether the exchange should overlap the convolution, judged by sizes that are the same on all ranks."""
+    """Whether the convolution is large enough to overlap with the exchange, by sizes that are the same on all ranks."""
     # of the largest border and the mean tile: a rank's own would send ranks to different collectives
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in by_rank)

@@ -1,12 +1,12 @@
-"""Keep for backward only a tile's halo, beside the tile, which other operations keep anyway.
+"""Save for backward a tile's halo and the tile, which other operations save anyway, in place of a window of both.
 
     forward     window = halo of others | tile, one tensor              the operation reads it and is done
     kept        the halo's strips, and the tile as it lies in memory    the window is gone
     backward    window put together again                               nothing is sent
 
-A convolution keeps what it reads. In one process that is the result of the activation before it, which keeps it too;
-the window is a copy of it, and kept whole it would be half as much again for a net of convolutions, norms and ReLU.
-Under recompute, or hooks of the user's own, what is kept is theirs to say.
+A convolution saves its input. In one process that is the result of the activation before it, which saves it too. The
+window is a copy of it, and saving that would take half as much memory again in a net of convolutions, norms and ReLU.
+Under recompute, or hooks of the user's own, these decide what is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.part.levels import Distributed
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dim of a tensor that is cut over an axis of positions."""
+    """One cut of a tensor: `dim`, dealt by `owners` over `axis`, an axis of positions."""
 
     axis: Axis
     dim: int
@@ -35,7 +35,7 @@ class CutDim:
 
 @dataclass
 class _Apart:
-    """A window as strips around a view of the tile. `version`: the tile's `_version` when the window was made of it."""
+    """A saved window, as strips around a view of the tile. `version`: the tile's `_version` when it was made."""
 
     strips: list[tuple[int, torch.Tensor, torch.Tensor]]  # (dim, in front, behind), the outermost first
     tile: torch.Tensor
@@ -56,9 +56,10 @@ class _Apart:
 
 @contextmanager
 def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tuple[CutDim, Wanted]]) -> Iterator[None]:
-    """Context: autograd keeps the rows and columns around this rank's tile, and the tile, in the place of the window.
+    """Context in which autograd saves strips of the halo and the tile in place of the window.
 
-    window   what this rank's outputs read of `tensor`, fetched along the dims of these cuts, the outermost first
+    window   what this rank's outputs read of `tensor`, with its halo
+    fetched  (cut, wanted) of each dim along which it was fetched, the outermost first
     """
     places = [_own(cut, wanted) for cut, wanted in fetched]
     tile, around = _innermost(tensor), []
@@ -97,13 +98,14 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
 
 
 def _unpacked(kept: Any) -> torch.Tensor:
+    """Returns the window of an `_Apart`; any other saved tensor unchanged."""
     return kept.together() if isinstance(kept, _Apart) else kept
 
 
 def _own(cut: CutDim, wanted: Wanted) -> tuple[int, int, int] | None:
-    """Returns (place in the window, place in the tile, length) of this rank's own indices that it wants.
+    """Returns (position in the window, position in the tile, length) of the own indices that this rank wants.
 
-    None where it wants no single range, or none of its own.
+    None if it wants more than one range, or none of its own indices.
     """
     mine, span = wanted[cut.axis.index], cut.owners.span(cut.axis.index)
     if len(mine) != 1 or span is None:
@@ -114,7 +116,7 @@ def _own(cut: CutDim, wanted: Wanted) -> tuple[int, int, int] | None:
 
 
 def nothing_hooked() -> bool:
-    """Returns whether no other hooks on saved tensors are in force: recompute or the user says what is kept then."""
+    """Whether no hooks on saved tensors are in force (of recompute, offload, the user), which choose what is saved."""
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
     return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -127,7 +129,7 @@ def _innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(saved: torch.Tensor, window: torch.Tensor) -> bool:
-    """Returns whether two tensors are the same memory, seen in the same shape; they may be different objects."""
+    """Whether two tensors have the same memory, shape and strides; they may be different objects."""
     if isinstance(saved, Distributed) or saved.shape != window.shape or saved.stride() != window.stride():
         return False
     same = saved.untyped_storage()._cdata == window.untyped_storage()._cdata

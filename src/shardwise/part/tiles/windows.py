@@ -1,4 +1,4 @@
-"""Tiles to plain tensors and back, above autograd; `answers` registers functions. Axes of positions alone; tp: part/.
+"""Convert tiles to plain tensors and back, above autograd, over axes of positions; `answers` registers functions.
 
     x (B, C, H, W) cut along H over d0, along W over d1
     fetched over d0      the rows that this rank's outputs read             Part[d1, W] of (B, C, h + halo, W)
@@ -7,8 +7,8 @@
     placed over d1, d0   this rank's tile of the result                     Part[d0, H'] of Part[d1, W']
 
 In between, tensors differ from rank to rank and are plain (or distributed over axes further in, such as tp). Backward
-of a fetch gives each gradient back to its owner and adds; the gradient of a weight is a summand of a sum over ranks.
-All are linear, and each backward is one of them again, so that second derivatives go the same ways:
+of a fetch sends each gradient to its owner, which adds them; the gradient of a weight is a summand of a sum over ranks.
+All are linear, and the backward of each is another one of them, so that second derivatives need nothing else:
 
     fetched  <-> given back        placed  <-> taken        opened -> placed        used  <-> summed
 """
@@ -36,9 +36,9 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
-    """Returns the cuts of a tensor, over axes of positions, along any of these dims; the outermost first.
+    """Returns a tensor's cuts over axes of positions along any of `dims` (may be negative), the outermost first.
 
-    Collective where a sum has not been reduced yet.
+    [] for a plain tensor, or any other object. Collective if it is a sum that has not been reduced yet.
     """
     cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     # from the outermost axis inwards: a part's local tensor may be cut again
@@ -56,7 +56,7 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
 
 
 def alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
-    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
+    """Whether `cut_dims` (outermost first) are all cuts of the tile, so that it holds a plain tensor inside them."""
     for cut in cut_dims:
         if not isinstance(input, Part) or input.axis is not cut.axis:
             return False
@@ -69,13 +69,21 @@ def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> 
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """Returns the indices of the tensor that this rank wants, not cut over the axis. Differentiable. Collective."""
+    """Returns the indices along the dim of `cut` that this rank wants, not cut over that axis any more.
+
+    Differentiable. Collective.
+
+    wanted  for each rank the ranges of indices that it fetches;  fill  the value of indices outside the dim
+    """
     there = partial(_fetched, cut=cut, wanted=wanted, fill=fill)
     return linear(tensor, there, partial(given_back, cut=cut, wanted=wanted))
 
 
 def given_back(gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
-    """Returns the gradient of what a fetch read, cut again: added up at its owners. Differentiable. Collective."""
+    """Returns the gradient of the input of `fetched`, a part that has the sums at their owners. Differentiable.
+
+    Collective.
+    """
 
     def there(given: torch.Tensor) -> torch.Tensor:
         back = give_back(from_axis(given, cut.axis), cut.dim, cut.owners, cut.axis, wanted)
@@ -90,7 +98,7 @@ def _open(tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
 
 
 def opened(tensor: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
-    """Returns this rank's own tile, no more cut over the axes of these cuts. Differentiable; nothing is sent."""
+    """Returns this rank's own tile, as a tensor that is not cut over these axes. Differentiable; nothing is sent."""
     for cut in cut_dims:
         tensor = linear(tensor, partial(_open, cut=cut), partial(_placed, cut=cut))
     return tensor
@@ -107,37 +115,40 @@ def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
 
 
 def _placed(local: torch.Tensor, cut: CutDim) -> torch.Tensor:
-    """Returns, differentiably, the tensor of which `local` is this rank's share over `cut.axis`; adjoint: `_taken`."""
+    """Returns, differentiably, the part whose share over `cut.axis` on this rank is `local`; the adjoint: `_taken`."""
     make, beside = partial(Part, dim=cut.dim, owners=cut.owners, axis=cut.axis), _outer_along(local, cut)
     return linear(local, partial(_inserted, axis=cut.axis, make=make), partial(_taken, cut=cut, beside=beside))
 
 
 def _taken(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis] = ()) -> torch.Tensor:
-    """Returns, differentiably, this rank's share of a gradient, however it is dealt.
+    """Returns, differentiably, this rank's share under `cut` of a gradient, however that is distributed.
 
-    beside  axes further out that cut the same dim of it
+    beside  axes further out that cut the same dim of the tensor; over others the gradient is gathered
     """
     return linear(gradient, partial(_share, cut=cut, beside=beside), partial(_placed, cut=cut))
 
 
 def _share(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
-    """Returns this rank's share of a gradient along a cut, gathered over axes that cut it alone. Collective."""
+    """Returns `_taken` without autograd. Collective if the gradient is a sum or cut otherwise."""
     for axis in _outer_along(gradient, cut):
-        # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
+        # that axis cuts the gradient but not the tensor, so `cut.owners` count the indices of the gathered dim
         if axis not in beside:
             gradient = whole_over_axis(gradient, axis)
     return share_of(gradient, cut.dim, cut.owners, cut.axis)
 
 
 def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
-    """Returns the tensor, cut in these ways (the outermost first), of which `local` is a share. Differentiable."""
+    """Returns the part with these cuts (the outermost first) whose share on this rank is `local`. Differentiable."""
     for cut in reversed(cut_dims):
         local = _placed(local, cut)
     return local
 
 
 def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns, differentiably, this rank's share of a weight (or None) with an element for each index of the cuts."""
+    """Returns, differentiably, this rank's share of a weight that has an element for each index of the cut dims.
+
+    None for None.
+    """
     for cut in cut_dims if tensor is not None else []:
         tensor = _taken(tensor, cut)
     return tensor
@@ -155,7 +166,7 @@ class _Used(torch.autograd.Function):
 
 
 def _summed(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Returns each rank's gradient of a whole weight as a summand over the axes."""
+    """Returns this rank's gradient of a whole weight as a `Sum` over `axes`, the outermost first."""
     for axis in reversed(axes):
         gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
     return gradient
@@ -168,9 +179,9 @@ def _of_a_sum(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable.
+    """Returns a whole weight (or None) for use beside this rank's tile; its gradient is a `Sum` over the cuts' axes.
 
-    Raises `Uncut` where positions cut the weight itself.
+    Differentiable. Raises `Uncut` if positions cut the weight itself.
     """
     if tensor is None:
         return None
@@ -180,12 +191,12 @@ def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | 
 
 
 def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Returns a tensor that all ranks of these axes have; its gradient is summed over them later. Differentiable."""
+    """Returns a tensor that is whole on all ranks of `axes`; its gradient is a `Sum` over them. Differentiable."""
     return _Used.apply(tensor, axes)
 
 
 def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor distributed over one more axis by `make`, inside the axes further out that it has already."""
+    """Returns `tensor` with `make` (local tensor -> part or sum over `axis`) applied inside its axes further out."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_inserted(tensor.settled_local(), axis, make))
     return make(tensor)
@@ -200,13 +211,14 @@ def windowed(
     *,
     views: bool = False,
 ) -> Any:
-    """Returns the cut result of `operation`, which is run on the inputs that this rank's outputs read. Collective.
+    """Runs `operation` on the inputs that this rank's outputs read, and returns its result as a part. Collective.
 
-    along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
-    operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
-               beyond this rank's outputs is dropped
-    fill       what is read outside the tensor
-    views      the operation gives views, and who writes into them writes into what it was given: a copy
+    along      cut dim (not negative) -> `Map` of its outputs to inputs; along other dims the cut stays as it is
+    cut_dims   the tensor's cuts, the outermost first
+    operation  window -> a tensor or a tuple of tensors of one shape, with the dims of `tensor` in their place; it pads
+               nothing along cut dims, and what it returns beyond this rank's outputs is dropped
+    fill       value of inputs outside the tensor
+    views      Whether the operation returns views of the window, which then has to be a copy, as they may be written
     """
     plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in cut_dims]
     whole, afar = tensor, []
@@ -235,9 +247,9 @@ def windowed(
 
 
 def answers(*functions: Callable, cut_once: bool = True) -> Callable:
-    """Returns a decorator: the function answers calls of `functions` in which a tensor is distributed.
+    """Returns a decorator that registers a function to run in place of `functions` if an argument is distributed.
 
-    cut_once  it gets tensors of which no dim is cut over two axes
+    cut_once  Whether its arguments are first gathered until no dim is cut over two axes
     """
 
     def register(answer: Callable) -> Callable:
@@ -253,7 +265,7 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
 
 
 def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
-    """Returns (the tensor gathered over axes further in that cut a dim once more, those axes). Collective."""
+    """Returns (the tensor gathered over inner axes that cut a dim for a second time, those axes). Collective."""
     dims_seen: set[int] = set()
     inner_axes = []
     for cut in cuts(part, range(part.dim())):
@@ -265,10 +277,10 @@ def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
 
 
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns `answer(...)` of tensors gathered until no dim is cut over two axes (cp and cp_ulysses). Collective.
+    """Returns `answer(*args, **kwargs)` of parts gathered until no dim is cut over two axes (cp and cp_ulysses).
 
-    The inner axis is gathered. All of its ranks then compute the same, until the result meets a tensor that it cuts;
-    the result's gradient is gathered over it.
+    Collective. The inner axis is gathered. All of its ranks then compute the same, until the result meets a tensor that
+    it cuts; the result's gradient is gathered over it.
     """
     gathered_over: dict[str, Axis] = {}
 

@@ -1,1 +1,1 @@
-"""`shardwise verify SCRIPT.py`: a script in one process against the same script on ranks, step by step, in float64."""
+"""`shardwise verify SCRIPT.py`: compares a script in one process with it on ranks, step by step, in float64."""

@@ -1,13 +1,13 @@
-"""Name the likely cause of a difference between a script on ranks and in one process, where arithmetic tells.
+"""Names the likely cause of a difference between a script on ranks and in one process, if arithmetic shows it.
 
-The first step that differs is looked at. Where gradients differ there, ranks run once more as replicas and keep what
-each rank's loss asks by itself; one process's gradient is then fitted by a sum of those:
+Looks at the first step that differs. If gradients differ there, ranks run once more as replicas and keep the gradient
+of each rank's own loss; one process's gradient is then fitted by a sum of those:
 
-    g_one = sum_r c_r * g_r         least squares over all sketches; what is left over tells whether losses add up
+    g_one = sum_r c_r * g_r         least squares over all sketches; the residual tells whether losses add up
 
     fits, c = 1 each                the loss is a sum, and was given as a mean
     fits, other c                   losses are means over other numbers than backward was told
-    does not fit                    a sample's part of the loss depends on other samples, on draws, or on what was kept
+    does not fit                    a sample's part of the loss depends on other samples, on random numbers, or on state
 
 What this does not do: tell more than one cause.
 """
@@ -25,7 +25,7 @@ from shardwise.proof.record import Tensors
 from shardwise.scripts.proof.comparison_records import first_difference
 from shardwise.scripts.proof.recorder import ScriptRecord
 
-NEAR = 1e-6
+NEAR = 1e-6  # relative difference within which numbers count as equal
 SCOPES = {
     "global": "by which every rank computes the loss of the whole batch",
     "model": "by which every rank runs the model on whole batches, which is no faster",
@@ -35,7 +35,7 @@ NO_SCOPE = (
     "given what is no sum yet (change param.grad after prepared.backward instead), or the script keeps numbers of a "
     "rank's own"
 )
-# what each cause is, and what to do; {} are the facts
+# name of a cause -> its sentence; {} are filled with its facts
 CAUSES = {
     "not_deterministic": "the script does not equal itself in one process: {}. Seed what draws, and leave out clocks",
     "changed": "the changed script differs from {} in one process already: {}. {}",
@@ -82,7 +82,7 @@ CAUSES = {
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }
 
-# and for a script that sets up its ranks by itself, whose wrapper takes the mean of the ranks' gradients
+# the same for a script that sets up its ranks itself, whose wrapper takes the mean of the ranks' gradients
 OF_OTHERS = {
     "weights_at_start": "weights differ before the first step: {}. Ranks draw their own: give all of them one seed, or "
     "rank 0's weights; pieces that are drawn after fully_shard (of a model on meta) are no part of one process's",
@@ -120,7 +120,7 @@ OF_OTHERS = {
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause: its key in `CAUSES`, and the facts in that sentence. foreign: the script sets up its own ranks."""
+    """One cause: its key in `CAUSES`, the facts in its sentence, whether the script sets up its own ranks."""
 
     name: str
     facts: tuple[object, ...]
@@ -136,9 +136,9 @@ class Cause:
 class Difference:
     """The records of both sides of a proof, and how they differ.
 
-    control     one process against itself
-    apart       runs the ranks as replicas that record each rank's own gradients; returns None where that fails
-    cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
+    control     how one process compares with itself; parity: with the ranks
+    apart       runs the ranks as replicas that record each rank's own gradients; returns None if that fails
+    cures       loss_scope -> whether ranks that run with it are equal to one process
     """
 
     single: ScriptRecord
@@ -152,13 +152,13 @@ class Difference:
 
 
 def cause_of(sides: Difference) -> Cause | None:
-    """Returns the likely cause of a difference between the sides; None where nothing fits."""
+    """Returns the likely cause of a difference between the sides; None if none fits."""
     likely = _of_records(sides)
     return likely and replace(likely, foreign=sides.foreign)
 
 
 def cause_of_change(sides: Difference, before: str) -> Cause:
-    """Returns why one process of a changed script trains otherwise than the script as it was (`before`, its path)."""
+    """Returns why a changed script trains otherwise in one process than the script before, whose path is `before`."""
     if not sides.control.equal:  # then any difference may be its own noise
         return _cause("not_deterministic", _first_of(sides.control))
     step, (now,) = first_step(sides), sides.ranks
@@ -197,9 +197,9 @@ def _done(sides: Difference) -> str:
 
 
 def _of_records(sides: Difference) -> Cause | None:
-    """Returns the cause that the records of both sides show; None where they show none."""
+    """Returns the cause that the records of both sides show; None if they show none."""
     single, many, parity = sides.single, sides.ranks[0], sides.parity
-    # from what comes first in a run to what follows from it: each test takes all before it to be equal
+    # in the order of a run: each test assumes that everything before it is equal
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     if "initial value" in str(parity.differences) or any(step < 0 for step in parity.exceeded.values()):
@@ -236,22 +236,22 @@ def _of_records(sides: Difference) -> Cause | None:
 
 
 def _settings_by(parity: Parity, step: int) -> str:
-    """Returns the difference of the optimizer's settings that is there by a step, from 0; "" without one."""
+    """Returns the text on a difference of the optimizer's settings in `step` (from 0) or earlier; "" without one."""
     settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
     # its text begins "step 3:", counted from 1
     return settings if settings and int(settings.split()[1].rstrip(":")) <= step + 1 else ""
 
 
 def first_step(sides: Difference) -> int:
-    """Returns the first step in which anything exceeds its bar; the last one where only the end differs."""
+    """Returns the first step (from 0) in which anything exceeds its tolerance; the last if only the end differs."""
     steps = [at for at in sides.parity.exceeded.values() if at >= 0]
     return min(steps, default=len(sides.single.steps) - 1)
 
 
 def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None:
-    """Returns the cause of gradients, or losses, that differ in a step; None where no known one does.
+    """Returns the cause of gradients or losses that differ in `step`; None if no known cause fits.
 
-    kinds   of what exceeds its bar in it: "gradient", "loss", "norm", "parameter"
+    kinds   what exceeds its tolerance there: "gradient", "loss", "norm", "parameter"
     """
     single, many = sides.single.steps[step], sides.ranks[0].steps[step]
     found = sides.apart()
@@ -261,7 +261,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     factor = _factor(found_there, expected)
     if not many.losses and single.losses:  # ranks took gradients by themselves
         return _cause("own_backward")
-    # all micro-batches of a rank together, but where a script weighs each as it likes
+    # micro-batches summed per rank, then one by one; a foreign script may weigh each as it likes: one by one alone
     for one_by_one in (False, True)[sides.foreign :]:
         asked = [(rank, part) for rank, each in enumerate(ranks) for part in _parts(each.locals, one_by_one)]
         locals_ = [_vector(part, single.gradients) for _, part in asked]
@@ -284,7 +284,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
 
 
 def _weighed(sides: Difference, step: int, single: list[float], ranks: list[float], form: str) -> Cause | None:
-    """Returns the cause where one process's gradient is the ranks' own, added with other weights; None without one.
+    """Returns the cause if one process's gradient is the ranks' own, added with other weights; None without one.
 
     single, ranks  coefficients of each rank's own gradient in one process's, and in that of the ranks
     """
@@ -310,7 +310,7 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
 
 
 def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:
-    """Returns the cause where gradients are `factor` times one process's (None: no multiple); None where equal.
+    """Returns the cause if gradients are `factor` times one process's (None: no multiple of it); None if equal.
 
     form  how the script called backward: "mean", "mean_over", "weight" or "sum"
     """
@@ -334,7 +334,7 @@ def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Differen
 
 
 def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
-    """Returns the cause where gradients are no sum of the ranks' own: draws, kept state, or the loss itself."""
+    """Returns the cause if gradients are no sum of the ranks' own; `rest`: relative norm of the residual."""
     single = sides.single
     before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
     samples = sum(single.steps[step].samples)
@@ -356,7 +356,7 @@ def _tried(cures: Callable[[str], bool]) -> str:
 
 
 def _other_samples(sides: Difference) -> int | None:
-    """Returns the first step whose batches' numbers have another sum on ranks than in one process; None without one."""
+    """Returns the first step whose batches' content differs between ranks and one process; None without one."""
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
@@ -375,9 +375,9 @@ def _other_samples(sides: Difference) -> int | None:
 
 
 def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], float]:
-    """Returns (coefficients by which `parts` add up nearest to `whole`, norm of what is left over that of `whole`).
+    """Returns (coefficients by which `parts` add up nearest to `whole`, relative norm of the residual).
 
-    As many parts as elements would fit anything: (zeros, 1.0) then.
+    With as many parts as elements anything fits, so it returns (zeros, 1.0).
     """
     if len(parts) >= len(whole):
         return [0.0] * len(parts), 1.0
@@ -387,7 +387,7 @@ def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], f
 
 
 def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """Returns the factor by which `ratios` is a multiple of `expected`; None where it is no multiple."""
+    """Returns the factor by which `ratios` is a multiple of `expected`; None if it is no multiple."""
     size = float(expected @ expected)
     if not size or not bool(torch.isfinite(ratios).all()):
         return None
@@ -418,7 +418,7 @@ def _sum(backwards: list[Tensors]) -> Tensors:
 
 
 def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
-    """Returns a rank's gradients of each backward (`one_by_one`), or their sum alone; [] without a backward."""
+    """Returns a rank's gradients of each backward (`one_by_one`), or [their sum]; [] without a backward."""
     heard = [each for each in backwards if any(gradient is not None for gradient in each.values())]
     return heard if one_by_one or not heard else [_sum(heard)]
 
@@ -430,7 +430,7 @@ def _unlike(mine: Tensors, theirs: Tensors) -> list[str]:
 
 
 def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
-    """Whether a rank's weights differ from rank 0's after a step."""
+    """Whether a rank's weights differ from rank 0's after a step, or one of them has no such step."""
     if step >= len(first.steps) or step >= len(other.steps):
         return True
     return bool(_unlike(other.steps[step].parameters, first.steps[step].parameters))
@@ -445,7 +445,7 @@ def _ratio(shares: list[float]) -> str:
 
 
 def _first_of(parity: Parity) -> str:
-    """Returns what exceeds its bar first, in words."""
+    """Returns what exceeds its tolerance first, in words."""
     if parity.exceeded:
         return first_difference(parity).text()
     return parity.differences[0] if parity.differences else "what is saved at the end"

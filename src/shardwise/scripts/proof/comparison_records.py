@@ -1,4 +1,4 @@
-"""Compare records of scripts, as the `Record` of a proof; what is zero but for rounding is set apart."""
+"""Compares the records of a script's two sides, as `Record`s; sets apart what is zero but for rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardwise.proof.record import Deviation, Record, Tensors
 from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecord
 
-ROUNDING = 1e-11  # of the model's largest gradient: below it a gradient is what rounding leaves of a zero
+ROUNDING = 1e-11  # relative to the model's largest gradient element; smaller gradients are rounding of 0
+# what a script should do within a proof -> the words for a proof in which it has not
 MEETS = {
     "an epoch's end": "no epoch ended",
     "an uneven last batch": "no epoch had a last batch of fewer samples",
@@ -26,14 +27,17 @@ MEETS = {
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first tensor or number that exceeds its bar: its kind ("gradient"), name and step, -1 before the first."""
+    """The first tensor or number that exceeds its tolerance.
+
+    kind  such as "gradient";  name  of the tensor, or "";  step  from 0, -1 before the first
+    """
 
     kind: str
     name: str
     step: int
 
     def as_dict(self) -> dict[str, object]:
-        """Returns {"kind", "name", "step"}, steps from 1, as `text` has them, and 0 before the first."""
+        """Returns {"kind", "name", "step"} with steps from 1, as in `text`, and 0 for before the first."""
         return asdict(self) | {"step": self.step + 1}
 
     def text(self) -> str:
@@ -43,33 +47,36 @@ class FirstDifference:
 
 
 def first_difference(parity: Parity) -> FirstDifference:
-    """Returns the earliest of the differences that exceed their bars; there must be one."""
+    """Returns the earliest of the differences that exceed their tolerances; there must be one."""
     (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
     return FirstDifference(kind, name, step)
 
 
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
-    """Returns rank 0's record; of ranks that have their own (`foreign`) losses are averaged, states joined, in it."""
+    """Returns rank 0's record; losses averaged and states joined in it if ranks have their own (`foreign`)."""
     first = ranks[0]
     # a plan's ranks have the whole loss already; each rank of a foreign script has its own
     if foreign:
         for number, step in enumerate(first.steps):
             mine = [rank.steps[number].losses for rank in ranks if number < len(rank.steps)]
             step.losses = [sum(each) / len(each) for each in zip(*mine, strict=False)]
-            for rank in ranks[1:]:  # optimizers that hold a rank's share of the state
+            for rank in ranks[1:]:  # each rank's optimizer may hold a share of the state
                 if number < len(rank.steps):
                     step.states = rank.steps[number].states | step.states
     return first
 
 
 def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, foreign: bool = False) -> Record:
-    """Returns the first `steps` steps of a script as the `Record` of a proof; models that did not step keep theirs."""
+    """Returns the first `steps` steps of rank 0's record as a `Record`, with the deviations of `ranks` from it.
+
+    foreign  Whether the script sets up its ranks itself
+    """
     # names of several models begin with their number, as two may have one name
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
     buffers: Tensors = {}
     buffers_too = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
-    coming: dict[int, Tensors] = {}  # of models, by the steps that others had taken when they were prepared
+    coming: dict[int, Tensors] = {}  # steps of other models at `prepare` -> initial tensors
     for number, began in enumerate(script.began):
         if began <= steps:
             record.trained |= {_named(number, name, several) for name in script.trained[number]}
@@ -77,11 +84,11 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
             # initial tensors hold buffers too, and a record's parameters are compared without them
             coming.setdefault(began, {}).update({name: t for name, t in tensors.items() if name not in buffers_too})
     record.initial = {name: t for tensors in coming.values() for name, t in tensors.items()}
-    # what is made of weights that others have trained is compared after their steps, from which its values follow
+    # tensors made of weights that other models have trained are compared after these steps, whose results they show
     parameters = coming.pop(0, {})
     record.late = record.initial.keys() - parameters.keys()
     states: Tensors = {}
-    # a rate may be a tensor, or no group may have one: 0.0 then, for `max`
+    # a learning rate may be a tensor, or no group may have one: 0.0 gives `max` a value
     rates = [0.0]
     for taken, step in enumerate(script.steps[:steps], 1):
         record.losses.append(sum(step.losses))
@@ -104,7 +111,10 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
 def _deviations(
     rank: int, first: ScriptRecord, other: ScriptRecord, steps: int, several: bool, foreign: bool
 ) -> list[Deviation]:
-    """Returns a `Deviation` for each tensor whose sketch differs in a bit from rank 0's."""
+    """Returns a `Deviation` for each tensor whose sketch on rank `rank` differs in a bit from rank 0's.
+
+    several  Whether there are several models, which names then tell
+    """
     record = []
     kinds = ("gradients", "parameters", "buffers", "states")
     # a foreign script's ranks may hold a share of the state, or buffers of their own samples: no sign of a mistake
@@ -121,19 +131,22 @@ def _deviations(
 
 
 def _named(model: int, name: str, several: bool) -> str:
-    """Returns 'exp_avg of weight' of `model` 1, counted from 0, as 'exp_avg of model 2: weight'; as it is unless there
-    are `several` models."""
+    """Returns 'exp_avg of weight' of `model` 1 (from 0) as 'exp_avg of model 2: weight'; unchanged unless `several`."""
     key, of, param = name.rpartition(" of ")
     return f"{key}{of}model {model + 1}: {param}" if several else name
 
 
 def _labelled(model: int, tensors: Tensors, several: bool) -> Tensors:
+    """Returns the tensors with their names as `_named` gives them."""
     return {_named(model, name, several): tensor for name, tensor in tensors.items()}
 
 
 def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
-    """Set apart what follows from gradients that are zero but for rounding on both sides, in every step (a bias in
-    front of a batch norm): an optimizer that divides by their size makes an update of the rounding."""
+    """Moves differences to `parity.noisy` that follow from gradients which are zero but for rounding on both sides.
+
+    Such is the gradient of a bias in front of a batch norm; an optimizer that divides by a gradient's size turns its
+    rounding into an update.
+    """
     names = {name for _, name in parity.exceeded}
     # "exp_avg of head.weight" -> "head.weight": a state follows from its parameter's gradient
     bare = {name.rpartition(" of ")[2] for name in names}
@@ -152,7 +165,7 @@ def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
 
 
 def _is_rounding(record: Record, name: str) -> bool:
-    """Whether a parameter's gradients are, in each step that has one, rounding beside the model's largest element."""
+    """Whether a parameter has gradients, and each is tiny (`ROUNDING`) beside the largest element of the model's."""
     seen = False
     for gradients in record.gradients:
         gradient = gradients.get(name)
@@ -167,14 +180,17 @@ def _is_rounding(record: Record, name: str) -> bool:
 
 
 def _is_zero(record: Record, name: str) -> bool:
-    """Whether a parameter's gradient is exactly zero in every step."""
+    """Whether a parameter's gradient is exactly zero, or missing, in every step."""
     return not any(gradient is not None and gradient.any() for gradient in (g.get(name) for g in record.gradients))
 
 
 def judge(
     parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool
 ) -> None:
-    """Compare one process (`single`) with rank 0 (`many`) and all ranks; the outcome goes into `parity`."""
+    """Compares one process (`single`) with rank 0 (`many`) and all ranks; writes the outcome into `parity`.
+
+    foreign  Whether the script sets up its ranks itself
+    """
     steps = min(len(single.steps), len(many.steps))
     if len(single.steps) != len(many.steps):
         parity.differences.append(f"it took {len(many.steps)} optimizer steps, one process {len(single.steps)}")
@@ -199,7 +215,7 @@ def judge(
         if single.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
             break
-    # what is saved at the end differs too where a step does: it would be told twice
+    # if a step differs so does what is saved at the end, which need not be reported twice
     if not parity.exceeded and len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
@@ -220,7 +236,7 @@ def judge(
 
 
 def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
-    """Compare what `state_dict()` and `save_weights` give at the end, into `parity`."""
+    """Compares what `state_dict()` gives at the end, into `parity`."""
     for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
         label = f"model {number + 1}: " if len(one.final) > 1 else ""
         # a script that prepares nothing has no state_dict() to ask for
@@ -234,7 +250,7 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
 
 
 def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    """Returns the relative difference of `a` from one process's `b` as text ("1.2e-05"); "" within the bar."""
+    """Returns the relative difference of `a` from one process's `b` as text ("1.2e-05"); "" within the tolerance."""
     if a is None or b is None or a.shape != b.shape or not a.numel():
         return ""
     error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
@@ -242,7 +258,7 @@ def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> s
 
 
 def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
-    """Compare modules that the script has beside its models (a teacher, an average of weights), on every rank."""
+    """Compares modules that the script has beside its models (a teacher, an average of weights), on every rank."""
     for rank, record in enumerate(ranks):
         for name in one.beside.keys() & record.beside.keys():
             if error := _beyond(parity, record.beside[name], one.beside[name]):

@@ -1,6 +1,6 @@
-"""What a rank of a proof tells its recorder of a prepared model: whole tensors, put together from all ranks' pieces.
+"""Records a prepared model on a rank of a proof, as whole tensors that are gathered from all ranks' pieces.
 
-What this does not do: tell the gradients that the calls of a closure (LBFGS) have but the last.
+What this does not do: record gradients of a closure's calls (LBFGS) before the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
 
 
 class RankSide:
-    """Records one prepared model on this rank, in every step. All is collective."""
+    """Records one prepared model on this rank, in every step. All methods are collective.
+
+    number  of the model in the recorder
+    """
 
     def __init__(self, prepared: OverRanks, recorder: ScriptRecorder) -> None:
         self.recorder = recorder
@@ -25,8 +28,8 @@ class RankSide:
         self.number = recorder.add(prepared, named, trained)
 
     def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
-        """Record the gradient of this rank's loss alone, as a backward begins, where the proof looks for a cause."""
-        # asked for in the run that looks for a cause; under tp a rank's gradient is of its shares, not of its samples
+        """Records the gradient of this rank's loss alone, as a backward begins, in the run that looks for a cause."""
+        # under tp a rank's gradient is of its shares of weights, not of its samples
         if not self.recorder.job.apart or prepared.engine.state.tensor is not None:
             return
         named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
@@ -37,7 +40,7 @@ class RankSide:
         self.recorder.local_gradients(self.number, gradients)
 
     def before(self, prepared: OverRanks) -> None:
-        """Record whole gradients as the optimizer's step begins, after whatever the script did to them. Collective."""
+        """Records whole gradients as the optimizer's step begins, after whatever the script did to them. Collective."""
         self.recorder.raise_eps(prepared.optimizer)
         with prepared._gate.open():
             named = list(prepared.engine.full_gradients())
@@ -46,7 +49,7 @@ class RankSide:
             self.recorder.before(self.number, named)
 
     def after(self, prepared: OverRanks) -> None:
-        """Record whole weights, buffers and states after a step, once weights are published. Collective."""
+        """Records whole weights, buffers and states after a step, once weights are published. Collective."""
         engine = prepared.engine
         with prepared._reading():
             parameters = list(engine.used_parameters())
@@ -56,7 +59,7 @@ class RankSide:
             )
 
     def _states(self, prepared: OverRanks) -> Iterator[tuple[str, Any]]:
-        """Yields (name, whole optimizer state); notes where it cannot be put together. Collective."""
+        """Yields (name, whole optimizer state); adds a notice if it cannot be gathered. Collective."""
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()
@@ -67,14 +70,14 @@ class RankSide:
 
 
 def watched(loader: Any, recorder: ScriptRecorder | None) -> ScriptRecorder | None:
-    """Returns `recorder`; the loader's epochs are shortened as in one process, where it is not None."""
+    """Returns `recorder`; if it is not None, `loader`'s epochs are shortened as in the one process."""
     if recorder is not None:
         shortened(loader, recorder)
     return recorder
 
 
 def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
-    """Returns the recorder of a model that is being prepared, whose loader it shortens; None outside of a proof."""
+    """Returns the `RankSide` of a model that is being prepared; None outside of a proof (`recorder` None)."""
     if recorder is None:
         return None
     watched(loader, recorder)

@@ -3,11 +3,11 @@
     prepared.backward(loss)             loss.backward()
     prepared.backward(loss, mean_over)  loss.backward(): in one process the mean is over all samples already
     prepared.backward(loss, weight)     gradients of the sum, divided by the step's weights before anything reads them
-    sum, gather, split, deal            what they are given
+    sum, gather, split, deal            return what they are given
 
 It shares no code with the engine, so that a bug there cannot hide on both sides of a proof.
 
-What this does not do: go on from a checkpoint of `shardwise.save`; a proof begins where the script does.
+What this does not do: resume from a checkpoint of `shardwise.save`; a proof begins where the script does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PlainLoader:
     """The script's own loader; `part` is the `Share` of all samples of the current batch."""
 
     def __init__(self, loader: Any, recorder: ScriptRecorder | None, dim: int | None) -> None:
-        """`recorder`: is told of each batch, where they are trained on."""
+        """Holds the script's loader; batches are recorded by `recorder`, None for a loader that is not trained on."""
         self.whole = loader if recorder is None else shortened(loader, recorder)
         self.part: Share | None = None
         self._recorder, self._dim = recorder, dim or 0
@@ -50,10 +50,10 @@ class PlainLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epoch(from_workers(iter(self.whole)))  # which draws now, not when the first batch is asked for
+        return self._epoch(from_workers(iter(self.whole)))  # the loader draws its order now, before any batch
 
     def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of an epoch, and tells its end."""
+        """Yields the batches of an epoch, and records its end."""
         most = samples = 0
         for batch in batches:
             samples = self._takes(batch)
@@ -63,7 +63,7 @@ class PlainLoader:
             self._recorder.epoch_ends(uneven=samples < most)
 
     def _takes(self, batch: Any) -> int:
-        """Returns how many samples a batch has, and notes them; 0 where its tensors do not tell."""
+        """Returns how many samples a batch has, and records it; 0 if its tensors do not agree."""
         try:
             samples = samples_of(batch, self._dim)
         except InputError:
@@ -75,7 +75,7 @@ class PlainLoader:
 
 
 class Plain:
-    """A script's model, optimizer and loader in one process: the public methods of `Prepared`, on whole tensors."""
+    """A script's model, optimizer and loader in one process, with the public methods of `Prepared` on whole tensors."""
 
     rank = 0
     world_size = 1
@@ -91,14 +91,14 @@ class Plain:
         self.loss = torch.tensor(float("nan"))
         self.grad_norm = float("nan")
         self.notices: list[str] = []
-        self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
-        self._losses: list[torch.Tensor] = []  # of this step
-        self._calls = 0
+        self._weights: list[float] = []  # of this step's losses, until gradients are divided
+        self._losses: list[torch.Tensor] = []  # of this step, until then
+        self._calls = 0  # backwards of this step
         nudge(self.model.parameters(), recorder.job)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._take(optimizer)
-        for module in self.model.modules():  # a method beside forward (a decode) calls those inside alone
+        for module in self.model.modules():  # a method beside forward calls submodules alone
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 module.register_forward_pre_hook(self._sees_forward)
 
@@ -112,10 +112,10 @@ class Plain:
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Run `loss.backward()`; returns the micro-batch's loss, a float64 scalar, as `Stepping.backward` does."""
+        """Runs `loss.backward()`; returns the micro-batch's loss, a float64 scalar, as `Stepping.backward` does."""
         self._recorder.may_go_on()
         refuse_call(loss, options)
-        # what was given decides how losses are divided; `Stepping.backward` tells the same words
+        # how the loss is given, in the words of `Stepping.backward`
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
@@ -133,7 +133,7 @@ class Plain:
         return value if weight is None else _over(value, float(weight))
 
     def _divide(self) -> None:
-        """Divide this step's gradients, and its loss, by its weights, once."""
+        """Divides this step's gradients and its loss by the sum of its weights, once."""
         if self._losses:
             self.loss = sum(self._losses)
             self.loss = _over(self.loss, sum(self._weights)) if self._weights else self.loss
@@ -144,7 +144,7 @@ class Plain:
                     param.grad.div_(total)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Returns the norm of all gradients, clipped by torch's own function."""
+        """Clips gradients by torch's own function; returns their norm before that."""
         self._divide()
         params = [param for group in self._groups() for param in group["params"]]
         norm = nn.utils.clip_grad_norm_(params, max_norm)
@@ -156,11 +156,11 @@ class Plain:
 
     @contextmanager
     def whole(self, *, grads: bool = False, state: bool = False) -> Iterator[None]:
-        """Context: nothing changes, as weights, gradients and state are whole."""
+        """Context in which nothing changes, since weights, gradients and state are whole."""
         yield
 
     def sum(self, *values: Any) -> list[Any]:
-        """Returns the values themselves: numbers as floats, tensors with dims without gradient."""
+        """Returns the values themselves: numbers as floats, tensors with dims detached."""
         self._recorder.met(SUMMED)
         numbers = (value.detach() if isinstance(value, torch.Tensor) else value for value in values)
         return [float(n) if not isinstance(n, torch.Tensor) or not n.dim() else n for n in numbers]
@@ -171,13 +171,13 @@ class Plain:
         return tensor.detach()
 
     def split(self, loader: Any, *, trains: bool = False) -> PlainLoader:
-        """Returns the script's other loader as a `PlainLoader`, which yields whole batches."""
+        """Returns another loader of the script's as a `PlainLoader`, which yields whole batches."""
         if not trains:
             self._recorder.met(BESIDE)
         return PlainLoader(loader, self._recorder if trains else None, None)
 
     def deal(self, *batch: Any) -> Any:
-        """Returns the whole batch; of several arguments a tuple."""
+        """Returns the batch itself; several arguments as a tuple."""
         given = batch[0] if len(batch) == 1 else batch
         self.loader._takes(given)
         return given
@@ -187,7 +187,7 @@ class Plain:
         return {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> Any:
-        """Returns what the model's own `load_state_dict` does: the missing and unexpected keys."""
+        """Loads a state by the model's own method; returns the missing and unexpected keys."""
         self._recorder.met("a load")
         return self.model.load_state_dict(state, strict)
 
@@ -200,7 +200,7 @@ class Plain:
         return self.model.buffers()
 
     def save_weights(self, path: str | Path) -> None:
-        """Write weights and buffers as one safetensors file."""
+        """Writes weights and buffers as one safetensors file."""
         from safetensors.torch import save_file
 
         self._recorder.met("a save")
@@ -213,7 +213,7 @@ class Plain:
         return optimizer
 
     def save(self, folder: str | Path, **fields: Any) -> Path:
-        """Write the model, the optimizer's state and `fields` by `torch.save`; returns the new folder of this step."""
+        """Writes the model, the optimizer's state and `fields` by `torch.save`; returns the new folder of this step."""
         self._recorder.met("a save")
         path = Path(folder) / f"step-{len(self._recorder.record.steps):08d}"
         path.mkdir(parents=True, exist_ok=True)
@@ -226,11 +226,12 @@ class Plain:
     # --- what is recorded
 
     def _sees_forward(self, module: nn.Module, args: tuple) -> None:
+        """Hook before a module's forward: records an evaluation (eval mode, no gradients)."""
         if not torch.is_grad_enabled() and not self.model.training:
             self._recorder.met("an evaluation")
 
     def _take(self, optimizer: Any) -> None:
-        """Have the steps of the script's optimizer recorded; of each, where it is a tuple or list of them."""
+        """Has the steps of the script's optimizer recorded, or of each one in a tuple or list."""
         self._optimizers = [*optimizer] if isinstance(optimizer, tuple | list) else [optimizer]
         for one in self._optimizers:
             self._hook(one)
@@ -239,19 +240,19 @@ class Plain:
         return [group for one in self._optimizers for group in one.param_groups]
 
     def _hook(self, optimizer: Optimizer) -> None:
-        """Have each step of the optimizer recorded."""
+        """Has each step of one optimizer recorded."""
         self._recorder.raise_eps(optimizer)
         inner, plain = optimizer.step, self
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return plain._step(inner, closure)
 
-        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+        if hasattr(inner, "_wrapped_by_lr_sched"):  # a scheduler warns if its mark is gone
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Returns the result of the optimizer's own step (`inner`), recorded with gradients and weights."""
+        """Runs the optimizer's own step (`inner`), records gradients and weights around it, and returns its result."""
         recorder = self._recorder
         for one in self._optimizers:
             recorder.raise_eps(one)
@@ -279,11 +280,12 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _over(value: torch.Tensor, weight: float) -> torch.Tensor:
+    """Returns value / weight; NaN for weight 0."""
     return value / weight if weight else value * float("nan")
 
 
 def load_refused(folder: str | Path) -> dict[str, Any]:
-    """Raise `InputError`: `shardwise.load` in a proof."""
+    """Raises `InputError`, since `shardwise.load` cannot run in a proof."""
     raise InputError(
         f"verify: the script goes on from a checkpoint ({folder}); a proof begins where the script does: give it a "
         "folder without one (verify --cwd FOLDER)"

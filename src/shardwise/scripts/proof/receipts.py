@@ -1,7 +1,7 @@
-"""Receipts: what was proven of a script, noted beside it, and the line that `prepare` says of it.
+"""Receipts of proofs: writes what was proven of a script beside it, and makes the line that `prepare` prints of it.
 
-    .shardwise/proofs.json     by script and kind of plan: digests of the script and of the modules beside it that it
-                               imports, plan, ranks, steps, verdict, versions, date
+    .shardwise/proofs.json     script's name -> kind of plan -> plan, ranks, steps, verdict, versions, date, and digests
+                               of the script and of the modules under its folder that it imports
 
 A proof on two ranks counts for larger degrees of the same axes: what a plan does differs by axis, not by degree.
 
@@ -29,7 +29,7 @@ FOLDER, FILE = ".shardwise", "proofs.json"
 
 
 def files_of(script: str) -> dict[str, str]:
-    """Returns digests of a script and of the modules under its folder that this process has imported, by path."""
+    """Returns {path: digest} of a script and of imported modules in its folder, paths relative to that folder."""
     script = os.path.realpath(script)
     home, prefix = (os.path.join(os.path.realpath(folder), "") for folder in (os.path.dirname(script), sys.prefix))
 
@@ -44,14 +44,14 @@ def files_of(script: str) -> dict[str, str]:
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py"):
             folder, file = os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
-            # modules of the script's own, wherever they were imported from
+            # modules below the script's folder, by whatever name they were imported
             if place := own(folder):
                 proofs.add(place + file)
     return {path.removeprefix(home): digest_of(Path(path)) for path in sorted(proofs)}
 
 
 def digest_of(path: Path) -> str:
-    """Returns the first 16 digits of a file's SHA-256, "" where it is gone."""
+    """Returns the first 16 hex digits of a file's SHA-256, "" if it is gone."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -59,7 +59,10 @@ def digest_of(path: Path) -> str:
 
 
 def write(script: str, plan: Plan, parity: Parity, steps: int, files: dict[str, str]) -> None:
-    """Note a proof beside the script; nothing where its folder may not be written."""
+    """Writes a proof into the file beside the script; does nothing if that folder cannot be written.
+
+    steps  optimizer steps compared;  files  as `files_of` gives them
+    """
     import torch
 
     import shardwise
@@ -79,7 +82,7 @@ def write(script: str, plan: Plan, parity: Parity, steps: int, files: dict[str, 
 
 
 def line_of(script: str, plan: Plan) -> str:
-    """Returns one line on whether a script was proven under a plan: when, by which command, or how to prove it."""
+    """Returns one line on whether a script was proven under a plan: when and how far, or the command that proves it."""
     home = Path(script).resolve().parent
     verdict = _read(home / FOLDER / FILE).get(Path(script).name, {}).get(kind_of(plan))
     again = f"shardwise verify {Path(script).name} --plan {plan}"
@@ -94,14 +97,14 @@ def line_of(script: str, plan: Plan) -> str:
 
 
 def kind_of(plan: Plan) -> str:
-    """Returns a text that is the same for plans that differ by degrees above 1 and by precision alone."""
+    """Returns a text that is equal for plans that differ only in degrees above 1 and in precision."""
     plain = plan.exact(Plan().precision)
     degrees = {name: getattr(plain, name) for name in DEGREES}
     return str(plain.with_(**{name: 2 for name, degree in degrees.items() if isinstance(degree, int) and degree > 1}))
 
 
 def script_under_way() -> str | None:
-    """Returns the file that this process runs as its main program; None for a library's, or without one."""
+    """Returns the path of this process's main program, a Python file; None if it is an installed one, or no file."""
     name = getattr(sys.modules.get("__main__"), "__file__", None)
     if not isinstance(name, str) or not name.endswith(".py"):
         return None
@@ -110,7 +113,7 @@ def script_under_way() -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the object in a receipt; {} for a file that is none."""
+    """Returns the object in a receipt file; {} if there is none."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

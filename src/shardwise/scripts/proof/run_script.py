@@ -1,10 +1,10 @@
-"""Run a script within a proof, in one process or as one rank: in float64, in a scratch folder, until enough was seen.
+"""Runs a script within a proof, in one process or as one rank: in float64, in a scratch folder, until enough was seen.
 
-    float64     new tensors, casts, and what comes from NumPy or a file are wide; integers stay as they are
+    float64     new tensors, casts, and what comes from NumPy or a file are widened; integers stay as they are
     output      of the script is thrown away
-    its end     `Enough`, its own, or what it raises, which the record tells
+    its end     `Enough`, its own end, or an error, which the record holds
 
-What this does not do: make a kernel that has no float64 run in it.
+What this does not do: run a kernel in float64 that has none.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from shardwise.trace.double import KeepDouble
 
 _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
          torch.complex64: torch.complex128}  # fmt: skip
-_OF_SCALES = ("_lazy_init_scale_growth_tracker", "unscale_", "update")  # a loss scale, whose kernels want float32
-_MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # tensors of numbers from elsewhere
+_OF_SCALES = ("_lazy_init_scale_growth_tracker", "unscale_", "update")  # of GradScaler: its kernels want float32
+_MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # of torch: numbers from elsewhere
 
 
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
-    """Returns what the script did in this process. Collective on ranks.
+    """Runs the script in this process and returns the record of what it did. Collective on ranks.
 
-    An error of the script is in the record of the one process (`plain`), and raised on a rank; ours are raised on both.
+    An error of the script is put into the record of the one process (`plain`), and raised on a rank; our own errors are
+    raised on both.
     """
     recorder = ScriptRecorder(asked)
     with ExitStack() as inside:
@@ -63,7 +64,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         if asked.hooks != "none":
             import torch.distributed.optim  # noqa: F401  # compiles functions of torch that are replaced below
 
-            # the one beside only listens: it never ends the script
+            # the recorder beside must not end the script, so it has no limits
             beside = ScriptRecorder(replace(asked, limit=None, epochs=None))
             inside.enter_context(TorchHooks(recorder if asked.hooks == "alone" else beside))
             recorder.record.seen = beside.record if asked.hooks == "beside" else None
@@ -88,17 +89,17 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
 
 
 def _names_of(optimizer: torch.optim.Optimizer, prepared: list[Any]) -> dict[str, str]:
-    """Returns {"parameter 3", the place in an optimizer: that parameter's name in a prepared model}."""
+    """Returns {"parameter 3" (its index in the optimizer): the parameter's name in a prepared model}."""
     names = {id(param): name for each in prepared for name, param in each.model.named_parameters()}
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {f"parameter {at}": names[id(param)] for at, param in enumerate(params) if id(param) in names}
 
 
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
-    """Run the script as `__main__`, until its end or `Enough`; record what its models, modules and files are then."""
+    """Runs the script as `__main__`, until its end or `Enough`; then records its models, modules and files."""
     sys.argv = [asked.path, *asked.arguments]
     sys.path.insert(0, str(Path(asked.path).resolve().parent))
-    for name in HIDDEN if asked.hides or (asked.plain and not asked.foreign) else ():  # which torchrun shows to ranks
+    for name in HIDDEN if asked.hides or (asked.plain and not asked.foreign) else ():  # torchrun's variables
         os.environ.pop(name, None)
     names: dict[str, Any] = {}
     try:
@@ -115,13 +116,14 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     recorder.record.beside = _modules_beside(names, recorder)
     if recorder.record.seen is not None:
         recorder.record.seen.beside = recorder.record.beside
+    # FSDP2's hooks below autograd hold the script's globals in a cycle that Python does not collect: empty them
     for value in names.values():  # hooks of FSDP2 below autograd hold the script's names, a cycle that is not collected
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()
 
 
 def _names_in(error: BaseException, path: str) -> dict[str, Any]:
-    """Returns {name: value} of the script's globals and its functions' locals where an exception has left it."""
+    """Returns {name: value} of the script's globals and its functions' locals at the point of an exception."""
     trace, names = error.__traceback__, dict[str, Any]()
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == path:
@@ -131,7 +133,10 @@ def _names_in(error: BaseException, path: str) -> dict[str, Any]:
 
 
 def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str, torch.Tensor | None]:
-    """Returns {"variable.path": sketch} of weights and buffers of the script's modules that were not prepared."""
+    """Returns {"variable.path": sketch} of weights and buffers of modules in `names` that were not prepared.
+
+    names  {name: value} of the script's variables
+    """
     models = [getattr(each, "model", None) for each in recorder.models]
     own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
     tensors: dict[str, torch.Tensor | None] = {}
@@ -146,14 +151,20 @@ def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str
 
 
 def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
-    """Returns {name: sketch} of the model's `state_dict()` at the end of the script. Collective."""
+    """Returns {name: sketch} of the model's `state_dict()` at the end of the script; {} for an optimizer.
+
+    Collective.
+    """
     if isinstance(prepared, torch.optim.Optimizer):  # of a script that prepares nothing
         return {}
     return {name: sketch(tensor) for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
 def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[str, str]:
-    """Returns (the failure in one line, its traceback from the script's first line on; "" where one line says all)."""
+    """Returns (the failure in one line, its traceback from the script's first line on; "" if the line says all).
+
+    said  what the script has written on stderr
+    """
     lines = traceback.format_exception(error)
     what, named = traceback.format_exception_only(error)[-1].strip(), getattr(error, "filename", None)
     # argparse ends a script by SystemExit, and says why on stderr
@@ -172,7 +183,7 @@ def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[s
 
 @contextmanager
 def _in_double() -> Iterator[None]:
-    """Context: everything is computed in float64."""
+    """Context in which everything is computed in float64."""
     before = torch.get_default_dtype()
     with ExitStack() as inside:
         for name in _MAKERS:
@@ -188,7 +199,7 @@ def _in_double() -> Iterator[None]:
 
 
 class WideDouble(KeepDouble):
-    """Mode that keeps float64 against casts, as `KeepDouble`, and widens numbers drawn or made in a narrow dtype."""
+    """Dispatch mode that keeps float64 through casts (`KeepDouble`) and widens tensors made in a narrow dtype."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -201,7 +212,7 @@ class WideDouble(KeepDouble):
 
 
 class CoarsestDtype(TorchDispatchMode):
-    """Context: notes in a record the largest epsilon among the floating dtypes that operations give."""
+    """Dispatch mode that records the largest epsilon among the 16-bit floating dtypes that operations return."""
 
     def __init__(self, record: ScriptRecord) -> None:
         super().__init__()
@@ -216,7 +227,7 @@ class CoarsestDtype(TorchDispatchMode):
 
 
 def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `method`, in which nothing is widened; a scale is a power of two, and rounds nothing."""
+    """Returns `method`, in which nothing is widened; a loss scale is a power of two, so that it rounds nothing."""
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +238,7 @@ def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `make`, whose tensors come out wide."""
+    """Returns `make`, whose tensors come out in float64 or complex128."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +250,7 @@ def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in the wide dtype of its own; itself where it has none."""
+    """Returns the tensor in the wide dtype of its own (`_WIDE`); unchanged if it has none or is not strided."""
     wide = _WIDE.get(tensor.dtype)
     if wide is None or tensor.layout is not torch.strided:
         return tensor
@@ -253,7 +264,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _silence() -> Iterator[TextIO]:
-    """Context: stdout goes nowhere; yields the open temporary file to which stderr goes."""
+    """Context in which stdout goes nowhere; yields the open temporary file to which stderr goes."""
     with ExitStack() as inside:
         inside.enter_context(redirect_stdout(inside.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         yield inside.enter_context(redirect_stderr(inside.enter_context(TemporaryFile("w+", encoding="utf-8"))))
@@ -261,7 +272,7 @@ def _silence() -> Iterator[TextIO]:
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Context: generators begin as those of a new process might, argv, the path and the environment are put back."""
+    """Context that seeds generators as in a new process, and restores argv, path, environment and modules after it."""
     argv, path, environment, modules = list(sys.argv), list(sys.path), dict(os.environ), set(sys.modules)
     torch.manual_seed(0)
     np.random.seed(0)
@@ -270,7 +281,7 @@ def _process_kept() -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-        for name in sys.modules.keys() - modules:  # modules beside the script, which another run makes anew
+        for name in sys.modules.keys() - modules:  # of the script's own, which another run imports anew
             file = getattr(sys.modules[name], "__file__", None) or ""
             if not file.startswith((sys.prefix, sys.base_prefix)) and not name.startswith("shardwise"):
                 del sys.modules[name]

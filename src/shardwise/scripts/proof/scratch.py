@@ -3,11 +3,12 @@
     the script's folder      data/a.npy   out/best.pt   notes.txt
     scratch                  data/a.npy   out/best.pt   notes.txt      folders of its own, copies, large files as links
 
-Relative paths end up here. A large file that the script opens to write in takes the link's place first, as a copy where
-it is added to; what it removes or moves is the link. A script that writes beside itself by an absolute path is stopped.
+Relative paths end up here. When the script opens a large file for writing, its link is first replaced by a file of the
+script's own, a copy if the content is needed; what it removes or moves is the link. A script that writes beside itself
+by an absolute path is stopped.
 
 What this does not do: watch large files that libraries beside torch.save write into without Python, or programs that
-the script starts where they write by absolute paths.
+the script starts if they write by absolute paths.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ import torch
 
 from shardwise.errors import InputError
 
-MOST_FILES = 5000  # that are taken one by one; a folder that is left then is linked whole
-MOST_OF_A_FILE, MOST_BYTES = 64 * 2**20, 2**30  # that are copied, of one file and of all
+MOST_FILES = 5000  # entries that are taken one by one; folders beyond are linked as a whole
+MOST_OF_A_FILE, MOST_BYTES = 64 * 2**20, 2**30  # bytes that are copied: of one file, of all
 _LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".shardwise"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-_ACTIVE: list[Scratch] = []  # that this process stands in
+_ACTIVE: list[Scratch] = []  # those that this process is inside
 
 
 @cache
 def _listening() -> None:
-    """Add an audit hook that tells active `Scratch`es of opened files, once for the process: it cannot be removed."""
+    """Adds an audit hook that tells active `Scratch`es of opened files; once in a process, as it cannot be removed."""
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
         for each in _ACTIVE:
@@ -45,10 +46,10 @@ def _listening() -> None:
 
 
 class Scratch:
-    """Context: the process stands in a scratch folder that looks like `home`."""
+    """Context in which the process works in a scratch folder that looks like `home`."""
 
     def __init__(self, home: str, folder: str, script: str) -> None:
-        """`folder` is what `looking_like(home)` made, for all ranks of a run."""
+        """`folder` is what `looking_like(home)` made, one for all ranks of a run; `script` is the script's path."""
         self._folder = Path(folder).resolve()
         self._guarded = {str(Path(home).resolve()), str(Path(script).resolve().parent)}
         self._active, self._save = False, torch.save
@@ -71,8 +72,11 @@ class Scratch:
     # --- what the script writes
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Audit hook: copies a linked file before Python writes, removes or moves it; refuses files outside."""
-        # hooks of Python stay for good: outside of a proof they do nothing
+        """Audit hook: replaces a linked file before Python writes it; refuses files outside.
+
+        event, args  as Python's audit events have them
+        """
+        # audit hooks cannot be removed, so this one does nothing outside of a proof
         if not self._active:
             return
         # args[0] may be a file's number, which was opened before
@@ -85,20 +89,20 @@ class Scratch:
                 self._before_write(os.fsdecode(path), keeps=kept)
         # these write without opening
         elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"):
-            for path in args[:2]:  # of a rename also where it goes
+            for path in args[:2]:  # a rename has a second path, its goal
                 if isinstance(path, str | bytes | os.PathLike):
                     self._refuse_outside(os.fsdecode(path))
 
     def _saving(self, obj: Any, f: Any, *args: Any, **options: Any) -> Any:
-        """Stands for `torch.save`, which opens files without Python's audit; returns what that does."""
+        """Stands for `torch.save`, which opens files without Python's audit; calls it and returns its result."""
         if isinstance(f, str | os.PathLike):
             self._before_write(os.fspath(f), keeps=False)
         return self._save(obj, f, *args, **options)
 
     def _before_write(self, path: str, *, keeps: bool) -> None:
-        """Replace a link by a file of the script's own before it is written; `keeps`: with the user's content."""
+        """Replaces a link at `path` by a file of the script's own; `keeps`: with the user's content."""
         link = Path(path)
-        # a folder is opened so for a file without a name in it (O_TMPFILE)
+        # a folder is opened for writing to make a file without a name in it (O_TMPFILE)
         if not link.is_dir():
             self._refuse_outside(path)
         # no link: the file is a copy already, or new
@@ -114,10 +118,11 @@ class Scratch:
             self._active = active
 
     def _is_inside(self, path: Path) -> bool:
+        """Whether a path lies in the scratch folder, links in its parent resolved."""
         return Path(os.path.abspath(path)).parent.resolve().is_relative_to(self._folder)
 
     def _refuse_outside(self, path: str) -> None:
-        """Raise `InputError` before a file or folder beside the script is written or removed by an absolute path."""
+        """Raises `InputError` if `path` lies in the user's folders, before it is written or removed."""
         place = Path(os.path.abspath(path))
         if self._is_inside(place) or "__pycache__" in place.parts:
             return
@@ -131,7 +136,7 @@ class Scratch:
 
 
 def _belongs_to(place: Path, folder: Path) -> bool:
-    """Whether a file is one of a user's folder: not of a cache (`~/.cache`) or one of the system's temporary files."""
+    """Whether `place` is in the user's folder, outside hidden folders such as `~/.cache` and temporary files."""
     if not place.is_relative_to(folder):
         return False
     temporary = Path(tempfile.gettempdir()).resolve()
@@ -142,7 +147,7 @@ def _belongs_to(place: Path, folder: Path) -> bool:
 
 @contextmanager
 def looking_like(home: str) -> Iterator[str]:
-    """Context: the path of a scratch folder that looks like `home`; it is removed at the end."""
+    """Context that yields the path of a scratch folder with the content of `home`, and removes it at its end."""
     folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
     try:
         # the scratch folder may lie in the one that is copied
@@ -153,14 +158,15 @@ def looking_like(home: str) -> Iterator[str]:
 
 
 class _Copy:
-    """Copies a folder's tree: small files as copies, large ones as links, without files that the user may not read."""
+    """Copies a folder's tree: small files as copies, large ones as links; unreadable folders are left empty."""
 
     def __init__(self, *left_out: Path) -> None:
+        """`left_out`: folders that are not entered, such as the copy itself."""
         self._files, self._bytes = MOST_FILES, MOST_BYTES
-        self._seen = {*left_out}  # folders, by where they lie: a link may lead to one that is there
+        self._seen = {*left_out}  # resolved, since a link may lead to a folder that was copied
 
     def make(self, source: Path, to: Path) -> None:
-        """Fill the folder `to` with the entries of the folder `source`, a path without links."""
+        """Fills the folder `to` with the entries of the folder `source`, a path without links."""
         try:
             entries = sorted(os.scandir(source), key=lambda entry: entry.name)
         except OSError:
@@ -169,8 +175,8 @@ class _Copy:
             if entry.name in _LEFT_OUT:
                 continue
             place, real = to / entry.name, Path(entry.path)
-            if entry.is_symlink():  # copied is what it leads to
-                real = Path(os.path.realpath(real))  # of a link to itself that link
+            if entry.is_symlink():  # its target is copied
+                real = Path(os.path.realpath(real))  # a link to itself gives itself
             self._files -= 1
             if os.path.isdir(real) and self._files > 0 and real not in self._seen:
                 self._seen.add(real)
@@ -180,7 +186,7 @@ class _Copy:
                 place.symlink_to(entry.path)
 
     def _copied(self, real: Path, place: Path) -> bool:
-        """Copy a plain file, where the limits of count and bytes have room; returns whether it was copied."""
+        """Copies a plain file if the limits of number and bytes allow; returns whether it was copied."""
         try:
             size = real.stat().st_size
             if not real.is_file() or size > MOST_OF_A_FILE or size > self._bytes or self._files <= 0:

@@ -1,8 +1,8 @@
-"""`TorchHooks`: record a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
+"""`TorchHooks`: records a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
 
-    names       places in the optimizer; of a script that sets up its ranks those that the outermost module gives which
-                was called, without wrappers' parts, and with its number where another one gives them too
-    losses      the roots of `loss.backward()`
+    names       "parameter N" by index in the optimizer; if the script sets up its ranks, names in the outermost module
+                that was called, without what wrappers add, and with the module's number if several have such a name
+    losses      the tensors on which `backward()` is called
     gradients   as `optimizer.step()` finds them, of a closure those of its last call; of DTensors and of FSDP1's flat
                 parameters the whole tensors
 
@@ -29,24 +29,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.errors import InputError
 from shardwise.scripts.proof.recorder import PIECES, ScriptRecorder, content_of, nudge, sketch
 
-# what wrappers put into the names of what they hold
+# parts of names that wrappers add
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
 
 
 class TorchHooks:
-    """Context: every optimizer that steps is recorded, as a model of its own; the number is that of its first step."""
+    """Context in which every optimizer that steps is recorded, as a model of its own, numbered by its first step."""
 
     def __init__(self, recorder: ScriptRecorder) -> None:
         self._recorder = recorder
-        self._roots: list[nn.Module] = []  # called by the script itself, in order
-        self._tops: dict[int, nn.Module] = {}  # of roots, by id: the outermost modules that hold them
-        self._numbers: dict[int, int] = {}  # of optimizers, by id
-        self._losses: list[float] = []
-        self._heard = set[int]()  # ids of parameters that tell what backwards ask of them
-        self._asked: list[dict[int, torch.Tensor]] = []  # by backward since its step: of a parameter's id, a sketch
-        self._seen: list[Any] = []  # held, so that ids stay theirs
-        self._inside = 0
-        self._closure: Any = None  # of the step under way
+        self._roots: list[nn.Module] = []  # outermost modules called by the script, in order
+        self._tops: dict[int, nn.Module] = {}  # id of a root -> the outermost module that holds it
+        self._numbers: dict[int, int] = {}  # id of an optimizer -> its number
+        self._losses: list[float] = []  # since the last step
+        self._heard = set[int]()  # ids of parameters that have a gradient hook
+        self._asked: list[dict[int, torch.Tensor]] = []  # by backward since: parameter's id -> sketched gradient
+        self._seen: list[Any] = []  # optimizers, held so that their ids are not used again
+        self._inside = 0  # nesting depth of optimizer steps
+        self._closure: Any = None  # of the current step
         self._stack = ExitStack()
 
     def __enter__(self) -> TorchHooks:
@@ -74,7 +74,7 @@ class TorchHooks:
     # --- what torch tells
 
     def _called(self, module: nn.Module, args: tuple) -> None:
-        """Hook before a module's forward: note the outermost modules, after which parameters are named."""
+        """Hook before a module's forward: notes the outermost modules, whose names parameters get."""
         if any(module is root for root in self._roots):
             return
         held = {id(param) for param in module.parameters()}
@@ -94,18 +94,19 @@ class TorchHooks:
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Hook after a module's forward: record its arguments' content, for an outermost module in training."""
+        """Hook after a module's forward: records its arguments' content, for an outermost module in training."""
         if torch.is_grad_enabled() and any(module is root for root in self._roots):
             self._recorder.called(content_of((args, kwargs)))
 
     def _asks(self, param: int, gradient: torch.Tensor) -> None:
-        """Record the gradient that a backward gives a parameter, on this rank alone. `param`: its id."""
+        """Hook of a parameter's gradient: records it, on this rank alone. `param`: the parameter's id."""
         if self._asked:
             before = self._asked[-1].get(param)
             mine = sketch(gradient)
             self._asked[-1][param] = mine if before is None else before + mine
 
     def _backward(self, loss: torch.Tensor) -> None:
+        """Records a backward on `loss`, or raises `Enough`."""
         self._recorder.may_go_on()
         self._asked.append({})
         if loss.numel() == 1:
@@ -113,7 +114,7 @@ class TorchHooks:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Hook before an optimizer's step: record a new one's weights, and gradients unless a closure is to come."""
+        """Hook before an optimizer's step: records a new one's weights, and gradients unless a closure makes them."""
         self._inside += 1
         if self._inside > 1:  # an optimizer within another one
             return
@@ -133,7 +134,7 @@ class TorchHooks:
                 self._finds(optimizer, named)
 
     def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
-        """Record an optimizer's step: gradients of its parameters (`named`) and the losses since the step before."""
+        """Records an optimizer's step: gradients of its parameters (`named`) and the losses since the step before."""
         number = self._numbers[id(optimizer)]
         for value in self._losses:
             self._recorder.loss(number, value, "mean")
@@ -141,13 +142,13 @@ class TorchHooks:
         # asked for only in the run that looks for a cause
         for asked in self._asked if self._recorder.job.apart else ():
             self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
-        self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
+        self._asked = [asked for asked in self._asked if asked]  # of other optimizers' parameters
         grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
         self._recorder.before(number, grads)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Hook after an optimizer's step: record whole weights, buffers, states, and a closure's gradients."""
+        """Hook after an optimizer's step: records whole weights, buffers, states, and a closure's gradients."""
         self._inside -= 1
         if self._inside:  # of an optimizer that another one steps
             return
@@ -157,7 +158,7 @@ class TorchHooks:
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
         flat = self._units()
-        # of FSDP1's flat pieces no state of one parameter can be told
+        # FSDP1's flat pieces have no state of single parameters
         named = [] if flat else self._named(optimizer)
         kept = ((name, optimizer.state.get(param, {})) for name, param in named)
         states = [(name, {key: _whole(value) for key, value in state.items()}) for name, state in kept]
@@ -173,10 +174,9 @@ class TorchHooks:
     # --- names and whole tensors
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        """Returns (name, parameter) of the modules that the optimizer trains, then of its parameters of no module."""
+        """Returns (name, parameter) of the modules that the optimizer trains, then of its other parameters."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # one process and ranks of a foreign script may list parameters otherwise: names of modules fit both, places
-        # do not
+        # a foreign script may list parameters in another order on ranks, so that module names match and indices do not
         names = self._names(self._roots_of(optimizer), "parameters") if self._recorder.job.foreign else {}
         of_roots = self._of_roots(optimizer, "parameters") if names else []
         there = {id(param) for _, param in of_roots}
@@ -184,20 +184,22 @@ class TorchHooks:
         return of_roots + [(names.get(id(param), f"parameter {place}"), param) for place, param in beside]
 
     def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """Returns the outermost modules of which the optimizer trains a parameter; all where it trains none's."""
+        """Returns the outermost modules of which the optimizer trains a parameter; all of them if it trains none."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
-        """Returns (name, whole tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        """Returns (name, tensor) of all "parameters" or "buffers" (`kind`) of the modules that the optimizer trains."""
         roots = self._roots_of(optimizer)
         names = self._names(roots, kind)
         tensors = {id(tensor): tensor for root in roots for _, tensor in getattr(root, f"named_{kind}")()}
         return [(names[key], tensor) for key, tensor in tensors.items()]
 
     def _names(self, roots: list[nn.Module], kind: str) -> dict[int, str]:
-        """Returns {id of a tensor: its name}. Those of a script that sets up its ranks are the outermost module's: a
-        Lightning module's networks are called one by one in one process, and on ranks a wrapper of it is."""
+        """Returns {id of a tensor: its name in one of `roots`}; in a foreign script, in the module outermost around it.
+
+        A Lightning module's networks, for example, are called one by one in one process, and inside a wrapper on ranks.
+        """
         tops = list(dict.fromkeys(map(self._top, roots))) if self._recorder.job.foreign else roots
         rows: dict[int, tuple[int, str]] = {}
         # a tied weight has the first of its names
@@ -209,6 +211,7 @@ class TorchHooks:
         return {key: name if uses[name] == 1 else f"{number}.{name}" for key, (number, name) in rows.items()}
 
     def _top(self, root: nn.Module) -> nn.Module:
+        """Returns `outermost(root)`, found once."""
         if id(root) not in self._tops:
             self._tops[id(root)] = outermost(root)
         return self._tops[id(root)]
@@ -222,7 +225,7 @@ class TorchHooks:
 
     @contextmanager
     def _readable(self, *, grads: bool = False) -> Iterator[None]:
-        """Context: FSDP1's parameters are whole."""
+        """Context in which FSDP1's parameters are whole, with `grads` their gradients too."""
         with ExitStack() as inside:
             for unit in self._units():
                 whole = unit.summon_full_params(unit, with_grads=grads, writeback=False)
@@ -237,13 +240,15 @@ class TorchHooks:
 
 
 def _whole(value: Any) -> Any:
-    """Returns a DTensor's whole tensor; anything else as it is. Collective."""
+    """Returns a DTensor's whole tensor (collective); any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """Returns the module that holds this one, through others, and is held by none; of several the one with the most
-    parameters, then the one with the longest names, as a wrapper adds nothing to them."""
+    """Returns the module that holds this one, through others, and is held by none; `module` itself if nothing holds it.
+
+    Of several the one with the most parameters, then the one with the longest names, as a wrapper adds nothing to them.
+    """
     parents: dict[int, list[nn.Module]] = {}
     for parent in gc.get_objects():
         # not isinstance, which asks an object for its __class__: a dead weak proxy raises there
@@ -259,6 +264,7 @@ def outermost(module: nn.Module) -> nn.Module:
         front = list(above.values())
 
     def reach(top: nn.Module) -> tuple[int, int]:
+        """Returns (parameters, total length of their names) below a module."""
         names = [_bare(name) for name, _ in top.named_parameters()]
         return len(names), sum(map(len, names))
 
@@ -267,7 +273,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 
 def _bare(name: str) -> str:
-    """Returns a parameter's name without what wrappers put into it ("module.", "_orig_mod.")."""
+    """Returns a parameter's name without what wrappers add to it ("module.", "_orig_mod.")."""
     before = ""
     while before != name:
         before, name = name, _WRAPPED.sub(r"\1", name).replace("..", ".").lstrip(".")

@@ -1,9 +1,9 @@
-"""`verify_script(path, plan)`: is a script on the plan's ranks equal to the same script in one process?
+"""`verify_script(path, plan)`: compares a script on the plan's ranks with the same script in one process.
 
     one process    prepare only records (plain)                       -> a record of each optimizer step
     N ranks        the plan, in float64                               -> one from every rank
     compared       losses, gradients, weights, buffers, optimizer state after every step, and what is saved at the end
-    NOT EQUAL      one process again, to see whether the script equals itself; then the cause, where arithmetic tells
+    NOT EQUAL      one process again, to see whether the script equals itself; then the cause, if arithmetic shows it
 
 A script of another framework is recorded through torch's own hooks on both sides.
 
@@ -38,20 +38,23 @@ from shardwise.scripts.proof.recorder import PIECES, ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
-STEPS = 6
-_OURS = "on rank"  # how an error of ours is told
+STEPS = 6  # optimizer steps of each model that are compared by default
+_OURS = "on rank"  # how the text of a shardwise error on a rank begins
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs jobs in a pool; without one each in processes of its own, which leave no memory to those of the next."""
+    """Runs jobs in the ranks of `pool`; for None each job in new processes, which leave no memory to those of the next.
+
+    timeout_s  of each run
+    """
 
     pool: Any
     timeout_s: float
 
     def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
-        """Returns the record of each rank, by rank; with `job.stands_in` all run in one scratch folder."""
+        """Returns the record of each of `ranks` ranks, by rank; with `job.stands_in` all run in one scratch folder."""
         # without a pool one is made for this call
         if self.pool is None:
             from shardwise.ranks import RankPool
@@ -63,7 +66,7 @@ class _Runs:
             return list(self.pool.run(run_in_proof, ranks, replace(job, scratch=scratch), timeout_s=self.timeout_s))
 
     def in_one(self, job: ScriptJob) -> ScriptRecord:
-        """Returns the record of one process, failed or not; `InputError` where the script ends the process itself."""
+        """Returns the record of one process, failed or not; `InputError` if the script ends the process itself."""
         try:
             (record,) = self.on(1, job)
         except RunError as error:
@@ -72,7 +75,7 @@ class _Runs:
         return record
 
     def alone(self, job: ScriptJob) -> ScriptRecord:
-        """Returns the record of one process; `InputError` where the script fails there."""
+        """Returns the record of one process; `InputError` if the script fails in it."""
         record = self.in_one(job)
         if record.failed is None:
             return record
@@ -100,21 +103,20 @@ def verify_script(
     timeout_s: float = 3600.0,
     say: Say = silent,
 ) -> Parity:
-    """Prove a script. Returns a `Parity`; a refused plan is told in its `refused`, the likely cause in its `cause`.
+    """Proves a script: returns the `Parity` of its ranks with one process, with `refused` and `cause` as texts.
 
     arguments   of the script
-    plan        in the place of the one that the script gives to `prepare`
+    plan        in place of the one that the script gives to `prepare`
     steps       optimizer steps of each model; None: until the script ends. Unless None, epochs are shortened
-    epochs      epochs over the prepared loader, in the place of steps
-    against     another script, as it was before `prepare` was put in, to which it is compared in one process first
+    epochs      epochs over the prepared loader, in place of steps
+    against     another script, the one before `prepare` was put in, to which it is first compared in one process
     nproc       ranks of a script that sets up its own (DDP, FSDP, Accelerate, ...), and never calls `prepare`
-    one         arguments of the one process then, where they are others
+    one         arguments of the one process then, if they differ, as on a command line
     cwd         where the script runs, for real; None: in a scratch folder that looks like the present one
-    pool        a `RankPool` to run in; one is made (and closed) where none is given
-
-    timeout_s   of each run of the script
-    Raises `InputError` for files that are not there, and for a script that fails in one process too, calls no `prepare`
-    (without `nproc`), or trains nothing.
+    pool        a `RankPool` to run in; None: one is made and closed
+    timeout_s   seconds for each run of the script;  say  is given a line on what is done next
+    Raises `InputError` for missing files, and for a script that fails in one process too, calls no `prepare` (without
+    `nproc`), or trains nothing.
     """
     asked, runs = _asked(path, arguments, plan, steps, epochs, nproc, cwd, against), _Runs(pool, timeout_s)
     say(f"verify: {asked.path} in one process, in float64")
@@ -168,7 +170,7 @@ def verify_script(
 
 
 def _noted(path: str, plan: Plan | None, parity: Parity, record: ScriptRecord) -> Parity:
-    """Returns `parity` itself; the proof of a plan is noted in a file beside the script."""
+    """Writes the receipt of a plan's proof beside the script; returns `parity`."""
     if plan is not None:
         receipts.write(path, plan, parity, len(record.steps), record.files)
     return parity
@@ -178,7 +180,7 @@ def _difference(
     runs: _Runs, asked: ScriptJob, layout: Plan, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity,
     itself: Parity,
 ) -> Difference:  # fmt: skip
-    """Returns the `Difference`, with the runs by which its cause is sought. itself: one process against itself."""
+    """Returns the `Difference` of both sides, with runs that find its cause. itself: one process against itself."""
     return Difference(
         first, ranks, parity, layout, itself, apart=_apart(runs, asked, layout),
         cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
@@ -186,7 +188,7 @@ def _difference(
 
 
 def _left_out(plan: Plan) -> list[str]:
-    """Returns a note on the plan's keys that change rounding alone, which no proof of a script has; [] without any."""
+    """Returns a note on the plan's keys that change rounding alone and are left out of the proof; [] without any."""
     exact = plan.exact("fp32").as_dict()
     rounding = [f"{key}={value}" for key, value in plan.as_dict().items() if key not in exact]
     told = "left out of the proof, which is of the layout, not of rounding"
@@ -196,9 +198,9 @@ def _left_out(plan: Plan) -> list[str]:
 def _shown_or_hidden(
     runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity, say: Say
 ) -> tuple[list[ScriptRecord] | None, ScriptJob]:
-    """Returns (the ranks' records, the job they ran): where ranks that see RANK fail, that of ranks which do not.
+    """Returns (the ranks' records, the job they ran); if ranks that see RANK fail, those of ranks that do not.
 
-    Records are None where both fail; `parity` then has the error of those that see it.
+    Records are None if both fail; `parity` then has the error of those that see it.
     """
     records = _on_ranks(runs, asked, chosen, parity)
     if not parity.error or asked.foreign or parity.error.startswith(_OURS):  # which says what differs
@@ -216,8 +218,10 @@ def _shown_or_hidden(
 def _set_rounding_apart(
     runs: _Runs, reference: ScriptJob, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity, *, foreign: bool
 ) -> Parity:
-    """Make the proof NOT PROVEN where, in the first step that differs, one process differs as much from itself, with
-    weights moved by one epsilon. Returns how the first of those runs compares with one process."""
+    """Makes the proof NOT PROVEN if one process differs as much from itself when weights are moved by one epsilon.
+
+    Only the first step that differs is judged. Returns how the first of those runs compares with one process (`first`).
+    """
     moved: list[ScriptRecord] = []
 
     def records(steps: int) -> Iterator[Record]:
@@ -242,7 +246,7 @@ def _set_rounding_apart(
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
-    """Raise `InputError` where a loss of the one process is not finite, which no run would equal."""
+    """Raises `InputError` if a loss of the one process is not finite, which no run would equal."""
     for step, record in enumerate(first.steps, 1):
         if any(not math.isfinite(loss) for loss in record.losses):
             raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
@@ -256,8 +260,7 @@ def _against(first: ScriptRecord, other: ScriptRecord) -> Parity:
 
 
 def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before: str, failed: str) -> Parity:
-    """Returns how the changed script's one process (`own`) compares with that of the script as it was, both as torch's
-    hooks see them."""
+    """Returns the `Parity` of the changed script's one process (`own`) with the script `before`, by torch's hooks."""
     now = own.seen or own
     total = len(now.steps) if own.ended else None
     job = replace(reference, path=str(Path(before).resolve()), plan=None, hooks="alone", total=total, limit=None)
@@ -266,8 +269,8 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
         raise InputError(f"verify: {before} steps no optimizer, and there is nothing to compare: leave --against out")
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
     if not reference.exact:
-        _set_bars(runs, job, was, [now], parity, failed)
-    weights = any("weight" in step.forms for step in own.steps)  # losses are sums, which the other script has divided
+        _set_bars(runs, job, was, [now], parity, failed)  # `failed`: its error in float64
+    weights = any("weight" in step.forms for step in own.steps)  # sums, which the other script divides
     for mine, theirs in zip(was.steps, now.steps, strict=False):
         mine.losses = theirs.losses if weights else mine.losses
         same = mine.buffers.keys() & theirs.buffers.keys()  # either script may call other modules by themselves
@@ -289,12 +292,12 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
 def _on_ranks(
     runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity
 ) -> list[ScriptRecord] | None:  # fmt: skip
-    """Returns the record of each rank; None where the plan is refused or a rank fails, which `parity` then tells."""
+    """Returns the record of each rank; None if the plan is refused or a rank fails, which goes into `parity`."""
     try:
         if chosen is not None:
             check(chosen)
         records: list[ScriptRecord] = runs.on(parity.world_size, replace(asked, plain=False))
-    except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
+    except (RefusedPlan, InputError) as refusal:  # what the script does cannot run on ranks
         parity.refused = str(refusal).partition("\nraised on rank")[0]
         return None
     except RunError as error:
@@ -314,7 +317,7 @@ def _asked(
     path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
     cwd: str | Path | None, against: str | Path | None,
 ) -> ScriptJob:  # fmt: skip
-    """Returns the job of the one process, from the words of `verify`; raises `InputError` where they contradict."""
+    """Returns the job of the one process from the arguments of `verify_script`; `InputError` if they contradict."""
     script = Path(path)
     if not script.is_file():
         raise InputError(f"verify: there is no file {path}")
@@ -334,12 +337,12 @@ def _asked(
 
 
 def _as_one_process(asked: ScriptJob, one: str | None) -> ScriptJob:
-    """Returns the job for the one process, with arguments `one` (as on a command line) in place of its own."""
+    """Returns the job for the one process, with arguments `one` (as on a command line) unless that is None."""
     return replace(asked, arguments=asked.arguments if one is None else tuple(shlex.split(one)))
 
 
 def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
-    """Returns the plan to prove: the one asked for, else the script's own; None: the script sets up its ranks.
+    """Returns the plan to prove: the one asked for, else the script's own; None if the script sets up its ranks.
 
     Raises `InputError` for a plan of one rank, and for a script that never calls `prepare`.
     """
@@ -355,7 +358,7 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     # a script's loop calls backward as often as its own plan says, whichever degrees are to be proven
     if chosen.accumulate == 1:
         chosen = chosen.with_(accumulate=plans[0].accumulate)
-    # it would compare one process with itself, and agree
+    # one process would be compared with itself
     if chosen.world_size == 1:
         raise InputError(
             "verify: the plan is of one rank, which is one process: say which one (--plan dp_shard=2,zero=3)"
@@ -364,8 +367,10 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
 
 
 def _one_process(runs: _Runs, asked: ScriptJob, one: str | None) -> tuple[ScriptJob, ScriptRecord, str]:
-    """Returns the job in float64, what one process did, and ""; where the script fails in float64: the job in its own
-    precision, what one process did in it, and the failure. Raises `InputError` where it fails there too."""
+    """Returns (job, record of one process, ""), in float64; (job, record, error) in its own precision if that fails.
+
+    Raises `InputError` if the script fails there too, or takes no step.
+    """
     exact = runs.in_one(_as_one_process(asked, one))
     if exact.failed is None:
         return asked, exact, ""
@@ -380,8 +385,10 @@ def _one_process(runs: _Runs, asked: ScriptJob, one: str | None) -> tuple[Script
 def _set_bars(
     runs: _Runs, reference: ScriptJob, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity, failed: str
 ) -> None:  # fmt: skip
-    """Set bars and noise of a proof in the script's own precision, by the one process whose weights are moved by one
-    epsilon of the coarsest dtype that either side computes in."""
+    """Sets the tolerances of a proof in the script's own precision, from runs whose weights are moved by one epsilon.
+
+    The epsilon is of the coarsest dtype that either side computes in; `failed`: the error in float64.
+    """
     eps = max(record.eps for record in (first, *ranks))
     noise: Noise = {}
     for seed in range(1, NUDGES + 1):
@@ -396,8 +403,10 @@ def _set_bars(
 
 
 def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[ScriptRecord] | None]:
-    """Returns a function that runs the data ranks as replicas that record their own gradients, and returns the records;
-    None where there is one data rank, or the run fails."""
+    """Returns a function that runs the data ranks as replicas and returns their records, with own gradients.
+
+    It returns None for one data rank, or if the run fails.
+    """
 
     def run() -> list[ScriptRecord] | None:
         replicas = Plan(dp_replicate=plan.data_ranks, accumulate=plan.accumulate)
