@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import gather_rows, gather_samples
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import read, row_of
 from shardwise.layout.dealing import Share
 from shardwise.part import whole
@@ -44,6 +44,11 @@ class OverRanks(WeightAccess):
     @abstractmethod
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
         """Returns another loader, cut over ranks like the main one; see `Prepared.split`."""
+
+    @property
+    def refused(self) -> list[ShardwiseError]:
+        """Returns what refused this run, as the decorator `for_good` notes it; [] as long as nothing did."""
+        return self.calls.refused
 
     @property
     def _of_whole_batches(self) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
@@ -57,11 +57,6 @@ class Stepping(OverRanks):
     @abstractmethod
     def notices(self) -> list[str]:
         """Returns notices about this run, as sentences for whoever reads the script's output."""
-
-    @property
-    def refused(self) -> list[ShardwiseError]:
-        """Returns what refused this run, [] as long as nothing did."""
-        return self.calls.refused
 
     def _begin(self) -> None:
         """Sets the state of stepping to that before the first step."""
