@@ -885,6 +885,18 @@ def test_an_older_kernel_does_not_grow_with_a_newer_device() -> None:
     assert old == new < blackwell.attention_tflops("cudnn", 8192, 128, False)
 
 
+def test_before_ampere_attention_is_the_memory_efficient_kernel() -> None:
+    old, new = (Kernels(device(name)[0]) for name in ("v100-sxm2-32gb", "a100-sxm-80gb"))
+    assert old.runs_as("flash2") == old.runs_as("cudnn") == "memory-efficient" and new.runs_as("flash2") == "flash2"
+    assert old.runs_as("unfused") == "unfused"  # scores are written anywhere
+    rate = old.attention_tflops("flash2", 1024, 128, False)
+    assert rate == pytest.approx(0.30 * old.device.bf16_tflops.value)
+    told = forecast_of_task(
+        "gpt-2-xl", "precision=fp16,dp_replicate=4", "4 v100-sxm2-32gb", global_batch=16, seq=512
+    ).basis
+    assert "flash2 does not run on v100-sxm2-32gb" in told["attention"]
+
+
 def test_float32_is_multiplied_off_tensor_cores_and_convolved_on_them() -> None:
     """As torch does by default: `matmul.allow_tf32` is off, `cudnn.allow_tf32` is on."""
     h200, v100 = (Cluster.parse(f"1x1 {name}").device for name in ("h200-sxm-141gb", "v100-sxm2-16gb"))

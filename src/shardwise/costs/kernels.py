@@ -35,7 +35,9 @@ BY_PIXELS = (0.18, 0.33)
 TURNED = 0.2
 BATCHED_SHARE = 0.6  # of the best product: batched products over one head's width (assumed)
 WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 without tensor cores (data sheets: A100 1/16, H100 1/15)
-ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
+OLD_ATTENTION = "memory-efficient"  # PyTorch's fused kernel on devices for which FlashAttention is not made
+# of the data sheet's rate, without a table (assumed)
+ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50, OLD_ATTENTION: 0.30}
 BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
 
 # device of attention.csv -> (bf16 TFLOP/s of the data sheet, those of its large products in long runs: devices.csv)
@@ -277,8 +279,28 @@ class Kernels:
         work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
         return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
 
+    def runs_as(self, attention: str) -> str:
+        """Returns the attention kernel that runs on this device where the software asks for `attention`.
+
+        FlashAttention-2, FlashAttention-3 and cuDNN's need compute capability 8.0; before it, on devices whose tensor
+        cores take fp16 alone (V100, T4), PyTorch runs its memory-efficient kernel.
+        """
+        old = self.device.own_bf16_tflops is not None
+        return OLD_ATTENTION if old and attention not in ("unfused", "flash1") else attention
+
+    def attention_basis(self, attention: str) -> str:
+        """Returns which kernel the software's `attention` is here, and where its rate is from, for `rests on`."""
+        kernel = self.runs_as(attention)
+        if kernel != OLD_ATTENTION:
+            return f"{kernel} kernel; see attention.csv"
+        share = ATTENTION_SHARE[kernel]
+        return (
+            f"{kernel} kernel, since {attention} does not run on {self.device.name}; {share:.0%} of its rate (assumed)"
+        )
+
     def attention_tflops(self, kernel: str, seq: float, head_dim: float, backward: bool) -> float:
         """Returns TFLOP/s (of the unmasked half) of a fused attention kernel at `seq` keys."""
+        kernel = self.runs_as(kernel)
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
         rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0

@@ -53,7 +53,7 @@ def simulate(
         "products": step.kernels.basis,
         "tensor parallel": step.wire.basis("all_reduce", step.group("tp")),
         "data ranks": step.wire.basis("reduce_scatter", step.group("data")),
-        "attention": f"{software.attention} kernel; see attention.csv",
+        "attention": step.kernels.attention_basis(software.attention),
         "contention": f"compute is {CONTENTION:.0%} slower beside communication (assumed)",
     }
     most = stage_parameters(shape, layout, shape.layers / layout.pp, first=layout.pp == 1, last=True)
