@@ -1,1 +1,1 @@
-"""The techniques: one room each, and none imports another. They meet in the engine."""
+"""The parallelism techniques, one room each. None imports another; engine/ combines them."""

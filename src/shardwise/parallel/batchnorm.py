@@ -1,23 +1,23 @@
-"""Batch normalisation over a micro-batch on all its ranks. Cut channels, and tiles: part/rules/batch_norms.
+"""Batch normalisation by statistics over all data ranks' samples. Sharded channels and tiles: part/rules/batch_norms.
 
-Each rank sums over its samples; two small all-reduces give the mean and then the variance of all of them:
+Each rank sums over its samples; two small all-reduces give the mean and then the variance of all samples:
 
     n = sum_r n_r        mean = sum_r sum(x_r) / n        var = sum_r sum((x_r - mean)^2) / n
 
 and every rank updates the running statistics with the same numbers. Backward is autograd through the same sums, an
 all-reduce's adjoint being an all-reduce. A rank whose sample is only a stand-in adds nothing.
 
-Any module whose own forward calls `batch_norm` in training is met, whatever its class; one that was already seen by
-torch's SyncBatchNorm is treated as the plain one, on every device.
-Channels that tp cuts are summed by the ranks that hold the same ones.
+Any module whose own forward calls `batch_norm` in training is covered, whatever its class; torch's SyncBatchNorm is
+treated as a plain batch norm, on every device.
+Channels that tp shards are summed over the ranks that hold the same channels.
 Bytes on the wire: 2 (N-1)/N * (2 C + 1) numbers forward for each layer, about the same backward.
 Memory: the input alone is kept for backward, in its own dtype, as torch's kernels keep it.
 Source: Ioffe and Szegedy (2015); over devices: Peng et al., "MegDet" (CVPR 2018).
 
-What is normalised and summed on one rank is torch's kernels' work. Shares of tp and tiles, and backwards that are
-differentiated themselves, go through plain operations: several times as slow, and they keep four tensors.
+On each rank torch's kernels normalise and sum. Shares of tp and tiles, and second derivatives, go through plain
+operations instead, which are several times as slow and keep four tensors for backward.
 
-What this does not do: the last sum of backward in the same kernel, as `SyncBatchNorm` has it on some devices.
+What this does not do: fuse the last sum of backward into the kernel, as `SyncBatchNorm` does on some devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _TAG = "batch_norm"
 
 
 def _sum_of_shares(sums: Part, axis: Axis) -> torch.Tensor:
-    """Returns, differentiably, statistics whose channels tp cuts, summed over the ranks that hold the same channels."""
+    """Returns `sums` (C, sharded by tp) added up over the ranks of `axis`, which hold the same channels.
+
+    Differentiable: backward applies the same function to the gradient, an all-reduce being its own adjoint.
+    """
     lead = sums.shell()
 
     def over_ranks(part: torch.Tensor) -> Part:  # and its own adjoint
@@ -57,19 +60,28 @@ def _sum_of_shares(sums: Part, axis: Axis) -> torch.Tensor:
 
 
 def _over_channels(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a view of `statistic` (C) that broadcasts over `like` (B, C, *)."""
     return statistic.view(1, -1, *([1] * (like.dim() - 2)))
 
 
 @dataclass(frozen=True)
 class _Over:
-    """The ranks over which a batch norm takes its statistics; `counts`: this rank's samples enter them."""
+    """The ranks over which a batch norm takes its statistics.
+
+    axis    those ranks
+    eps     the batch norm's epsilon
+    counts  whether this rank's samples enter the statistics (not those of a stand-in)
+    """
 
     axis: Axis
-    eps: float  # of the norm
+    eps: float
     counts: bool
 
     def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (n, mean (C), variance (C)) of all ranks' values, of this rank's x (B, C, *)."""
+        """Returns (n (), mean (C), variance (C)) over all ranks, from this rank's x (B, C, *). Collective.
+
+        n is the number of values of each channel; the variance is divided by n, not by n - 1.
+        """
         mean, var = self._own(x)
         own = mean.new_full((1,), float(self.counts) * x.numel() / x.shape[1])
         totals = sum_over(torch.cat([mean * own, own]), self.axis, _TAG)
@@ -80,18 +92,21 @@ class _Over:
         return n, common, sum_over(squares, self.axis, _TAG) / n
 
     def _own(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns (mean (C), variance (C)) of x, in at least 32 bits."""
+        """Returns (mean (C), variance (C)) of this rank's x (B, C, *), in at least 32 bits."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.axis.rehearsal is None:
             # momentum 0: the kernel takes the dtype of its results from these, and changes nothing in them
             running = x.new_empty(x.shape[1], dtype=wide)
             return torch.batch_norm_update_stats(x, running, running.clone(), 0.0)
-        # the other has no form without values: torch would make some, as large as x
+        # without values: `batch_norm_update_stats` has no meta kernel, so torch would allocate zeros as large as x
         return tuple(stat.to(wide) for stat in torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:])
 
 
 class _Normalised(torch.autograd.Function):
-    """Returns (normalised x, count, mean, variance) over all ranks, of x (B, C, *), weight and bias (C) or None."""
+    """Batch norm by torch's kernels: (x (B, C, *), weight (C) or None, bias (C) or None, over) -> (y, n, mean, var).
+
+    y  x normalised over all ranks, in the dtype of x;  n, mean, var  as `_Over.of` returns them, without gradients
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over):
@@ -104,7 +119,10 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor, *unused: None):
-        """Returns the gradients of x (B, C, *), weight and bias: dx by sums over ranks, the others this rank's own."""
+        """Returns the gradients of x (B, C, *), weight and bias, and None for `over`. Collective.
+
+        The gradient of x contains sums over all ranks; those of weight and bias are this rank's summands.
+        """
         x, weight, bias, n, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # this gradient is differentiated itself
             return _Normalised._again(ctx, dy, x, weight, bias)
@@ -125,7 +143,10 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def _again(ctx, dy: torch.Tensor, *inputs: Any):
-        """Returns the gradients of `_Normalised` by differentiable operations, for second derivatives."""
+        """Returns what `backward` does, by differentiable operations, for second derivatives.
+
+        inputs  x, weight, bias as saved by forward
+        """
         needed = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad, strict=False) if wanted]
         x, weight, bias = inputs
         y = _in_operations(x, weight, bias, ctx.over)[0]
@@ -144,17 +165,19 @@ def synced_batch_norm(
     axis: Axis,
     phase: Phase,
 ) -> torch.Tensor:
-    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running ones.
+    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running statistics.
 
-    Collective over the axis. `ValueError`, as of torch, for one value a channel over all ranks.
+    axis   the data ranks;  phase  says whether this rank's samples count
+    Other arguments are those of `functional.batch_norm`. Collective over `axis`. Raises `ValueError`, as torch does,
+    if a channel has one value over all ranks.
     """
     over = _Over(axis, eps, counts=not phase.stand_in)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
-    # parts have rules for single operations, not for an autograd function of ours; torch's kernels take no empty x
+    # `Part`s have rules for single operations, not for this autograd function; torch's kernels refuse an empty x
     plainly = isinstance(x, Part) or isinstance(weight, Part) or not x.numel() or torch.compiler.is_compiling()
     y, n, mean, var = (_in_operations if plainly else _Normalised.apply)(x, weight, bias, over)
-    if axis.rehearsal is None:  # without values there is no n to look at
+    if axis.rehearsal is None:  # a rehearsal's n has no value to compare
         require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
@@ -174,13 +197,18 @@ def _alone(
     *,
     rehearsed: bool,
 ) -> torch.Tensor:
-    """Returns x (B, C, *) normalised by torch's kernel, on one rank; updates the running statistics."""
-    wide = torch.promote_types(x.dtype, torch.float32)  # a kernel of 16 bits takes weights of 32
+    """Returns x (B, C, *) normalised by torch's kernel over this rank's samples alone; updates the running statistics.
+
+    rehearsed  whether x has no values; then one value a channel is let through, and nothing is updated for it
+    Other arguments are those of `functional.batch_norm`. No collective.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)  # kernels take a 16-bit x with 32-bit weights
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
-    # one value for each channel: `functional.batch_norm` raises, where a rehearsed rank's share may be that small
+    # one value for each channel: `functional.batch_norm` would raise, but a rehearsed rank's share may be that small
     if rehearsed and x.numel() == x.shape[1]:
         return torch.batch_norm(x, weight, bias, None, None, True, momentum, eps, True)
-    # a kernel keeps what it is given for backward, and does not tell that it wrote into it, which recompute asks
+    # the kernel saves the running statistics for backward and writes into them without a new version, by which
+    # recompute would notice the write; so the kernel gets copies, and `copy_` below makes the new version
     kept = [(buffer, buffer.clone()) for buffer in (running_mean, running_var) if buffer is not None]
     mean, var = (copy for _, copy in kept) if kept else (None, None)
     y = functional.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
@@ -193,17 +221,17 @@ def _alone(
 def _in_operations(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (normalised x, count, mean, variance) as `_Normalised`, by operations that parts and autograd know."""
+    """Returns (y, n, mean, var) as `_Normalised` does, by plain operations, as `Part` and second derivatives need."""
     axis, share = over.axis, float(over.counts)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [0, *range(2, x.dim())]
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
     sums = wide.sum(dims) * share
-    if isinstance(sums, Part):  # a share of the channels: added beside the count, not in one message with it
+    if isinstance(sums, Part):  # a share of the channels, which cannot be concatenated with the count into one message
         n, total = sum_over(count, axis, _TAG)[0].detach(), _sum_of_shares(sums, axis)
     else:
         totals = sum_over(torch.cat([sums, count]), axis, _TAG)
-        # weights that tp cuts bring gradients in shares to statistics that are not cut
+        # if tp shards the weights, gradients arrive in shares at these statistics, which are not sharded
         n, total = totals[-1].detach(), whole_gradient(totals[:-1])
     mean = total / n
     centred = wide - _over_channels(mean, x)
@@ -219,13 +247,14 @@ def _in_operations(
 
 
 class _MeetsBatchNorm(TorchFunctionMode, ABC):
-    """Mode that calls `_batch_norm` for both of torch's functions, `functional.batch_norm` and `torch.batch_norm`."""
+    """Mode that answers `functional.batch_norm` and `torch.batch_norm` by a subclass's `_batch_norm`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Returns the result of `_batch_norm` for both batch norm functions, and of `func` itself for all others."""
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return self._batch_norm(*args, **kwargs)
-        if func is torch.batch_norm:  # weights stand before the running statistics there; the last is of cuDNN
+        if func is torch.batch_norm:  # weight, bias come before the running statistics; the ninth is `cudnn_enabled`
             x, weight, bias, mean, var, training, momentum, eps = args[:8]
             return self._batch_norm(x, mean, var, weight, bias, training, momentum, eps)
         return func(*args, **kwargs)
@@ -234,11 +263,14 @@ class _MeetsBatchNorm(TorchFunctionMode, ABC):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """Returns the normalised x; arguments as `functional.batch_norm` has them."""
+        """Returns x (B, C, *) normalised; the arguments are those of `functional.batch_norm`, in its order."""
 
 
 class JoinBatchNorm(_MeetsBatchNorm):
-    """Mode in which batch norm in training takes its statistics over all ranks of the axis."""
+    """Mode in which batch norm in training takes its statistics over all ranks of `axis`.
+
+    phase  says whether this rank's samples count, and whether all ranks run the same samples (then each takes its own)
+    """
 
     def __init__(self, axis: Axis, phase: Phase):
         super().__init__()
@@ -248,9 +280,9 @@ class JoinBatchNorm(_MeetsBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """Returns the batch norm of x (B, C, *): in training by all ranks' statistics, unless samples are the same."""
+        """Returns the batch norm of x (B, C, *), in training by all ranks' statistics; in evaluation as torch does."""
         if not training:
-            if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
+            if running_mean is not None:  # kernels take a 16-bit x, but weight and statistics must share a dtype
                 weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         # on the same samples everywhere, sums over ranks would count each sample once for each rank
@@ -263,9 +295,10 @@ class JoinBatchNorm(_MeetsBatchNorm):
 
 
 class CountBatchNorm(_MeetsBatchNorm):
-    """Mode, for tensors without values, that counts the batch norms in training in `met`.
+    """Mode for tensors without values that counts calls of batch norm in training.
 
-    One value for each channel is let through and noted in `alone`: a run joins it with others' or fails.
+    met    number of such calls
+    alone  whether one of them had a single value for each channel; a run takes the other ranks' values too, or fails
     """
 
     def __init__(self) -> None:
@@ -275,11 +308,11 @@ class CountBatchNorm(_MeetsBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """Returns the batch norm of x as torch gives it; notes that it trained, and on one value a channel."""
+        """Returns torch's batch norm of x (B, C, *); in training counts the call, and lets one value a channel pass."""
         if not training:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         self.met += 1
-        if x.numel() == x.shape[1]:  # of which there is no unbiased variance
+        if x.numel() == x.shape[1]:  # one value has no unbiased variance with which to update the running one
             self.alone, running_mean, running_var = True, None, None
         return torch.batch_norm(
             x, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
@@ -287,27 +320,31 @@ class CountBatchNorm(_MeetsBatchNorm):
 
 
 class FindBatchNorm(_MeetsBatchNorm):
-    """Mode that records who calls batch norm in training, and normalises by mean 0 and variance 1.
+    """Mode that records which modules call batch norm in training, and normalises by mean 0 and variance 1.
 
-    modules  that called it
-    calls    (module, how many values of a channel it was given) of each call
+    running  the modules whose forwards are running, outermost first; kept up to date by the caller
+    modules  the modules that called it, each once
+    calls    for each call (module or None, number of values of each channel)
     """
 
     def __init__(self, running: list[nn.Module]):
         super().__init__()
-        self.running = running  # the modules whose forwards are running, outermost first
+        self.running = running
         self.modules: list[nn.Module] = []
         self.calls: list[tuple[nn.Module | None, int]] = []
 
     @property
     def on_all(self) -> bool:
-        """Whether a module is running that is given all samples of a micro-batch (parallel/on_all_samples)."""
+        """Whether one of the running modules computes on all ranks' samples (parallel/on_all_samples)."""
         return any(getattr(module.forward, "looking", None) is not None for module in self.running)
 
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """Returns the batch norm of x by mean 0 and variance 1, so that samples do not mix; notes the module."""
+        """Returns the batch norm of x (B, C, *), in training by mean 0 and variance 1, so that samples do not mix.
+
+        Modules on all ranks' samples may mix them, so their calls are neither recorded nor changed.
+        """
         if training and not self.on_all:
             self.calls.append((self.running[-1] if self.running else None, x.numel() // max(x.shape[1], 1)))
             if self.running and self.running[-1] not in self.modules:
@@ -320,10 +357,10 @@ class FindBatchNorm(_MeetsBatchNorm):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and variance (C) by which one batch norm in training normalised.
+    """Mean and variance by which one call of batch norm in training normalised.
 
-    path  of its module
-    rows  values of each channel that they are of
+    path  path of the module that called it; "" outside of any
+    rows  number of values of each channel that mean and variance are taken over
     """
 
     path: str
@@ -333,35 +370,38 @@ class Statistics:
 
 
 class KnownStatistics(FindBatchNorm):
-    """Mode that notes each batch norm's statistics in `noted`, and normalises by another run's, `earlier`.
+    """Mode that records each training batch norm's statistics, and can normalise by those of an earlier run.
 
-    The n-th call takes those of the other run's n-th call, if that was of the same module; else its own.
+    names    module -> its path
+    earlier  an earlier run's `noted`: the n-th call normalises by its n-th entry, if that has the same path, else by
+             its own statistics; None: always by its own
+    syncing  SyncBatchNorm modules that were put into eval mode for this run, but whose calls count as training
+    noted    the statistics of each call in this run
     """
 
     def __init__(self, names: Mapping[nn.Module, str], earlier: list[Statistics] | None = None):
         super().__init__([])
         self.names, self.earlier = names, earlier
-        self.syncing: list[nn.Module] = []  # put into eval mode for this run
+        self.syncing: list[nn.Module] = []
         self.noted: list[Statistics] = []
 
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """Returns the batch norm of x by its own statistics, which are noted, or by those of an earlier run."""
+        """Returns the batch norm of x (B, C, *) by an earlier run's statistics or its own; records its own."""
         caller = self.running[-1] if self.running else None
         # `syncing`: SyncBatchNorm in training would look for a CUDA device, and so runs in eval mode here
-        # no statistics are taken of given ones, nor of no elements
+        # an evaluation brings its statistics, and an empty x has none
         if not (training or caller in self.syncing) or not x.numel() or self.on_all:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         dims, rows = [0, *range(2, x.dim())], x.numel() // x.shape[1]
         mean = plain(wide.sum(dims)) / rows
         var = plain((wide - _over_channels(mean, x)).square().sum(dims)) / rows
-        # a norm that runs twice has two entries, by their order
-        number = len(self.noted)
+        number = len(self.noted)  # index of this call in the run: a norm that runs twice has two entries
         self.noted.append(Statistics(self.names.get(caller, ""), rows, mean, var))
-        # statistics of a run before, where this call stands at the same place of it
         other = self.earlier[number] if self.earlier is not None and number < len(self.earlier) else None
+        # another path: the runs took different branches, so the n-th calls do not correspond
         if other is not None and other.path == self.noted[number].path:
             mean, var = other.mean, other.var
         dtype = x.dtype if weight is None else weight.dtype
@@ -369,18 +409,20 @@ class KnownStatistics(FindBatchNorm):
 
 
 def joins_batch_norms(data_ranks: int, plan: Plan) -> bool:
-    """Returns whether a run replaces the kernels of batch norms.
+    """Whether a run with `data_ranks` data ranks replaces torch's batch norms by those of this module (`sync_module`).
 
-    Over several ranks for their statistics; under recompute since a second forward must not update them again; in 16
-    bits since statistics are float32, which no kernel takes beside weights of 16 bits.
+    With several ranks they share statistics; under recompute the second forward must not update running statistics
+    again; in 16 bits running statistics are float32, which no kernel takes with 16-bit weights.
     """
     return data_ranks > 1 or plan.remat != "none" or Precision.of(plan).compute.itemsize < 4
 
 
 def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
-    """Make this module's forward use statistics over all ranks, each time that it runs."""
+    """Replaces `module.forward` so that batch norms in it use statistics over all ranks of `axis` in training."""
 
     def synced(forward: Callable) -> Callable:
+        """Returns `forward` inside a `JoinBatchNorm` mode."""
+
         def run(*args, **kwargs):
             if phase.looked_at:  # the look at a few samples has a mode of its own for batch norms
                 return forward(*args, **kwargs)
@@ -391,8 +433,8 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
 
     if isinstance(module, SyncBatchNorm):  # its own forward would sum over torch's default group, and on GPUs alone
         module.forward = types.MethodType(_BatchNorm.forward, module)
-    # a norm that is itself a recomputed block is wrapped within recompute: else its second forward, which backward
-    # starts, would run outside the mode, with this rank's statistics
+    # a norm that is itself a recomputed block (its forward has `inside`) is wrapped within recompute, since otherwise
+    # the second forward, which backward starts, would run outside the mode, with this rank's statistics alone
     inside = getattr(module.forward, "inside", None)
     if inside is not None:
         inside(synced)
@@ -401,5 +443,5 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
 
 
 def batch_norm_modules(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules of torch's batch norm classes."""
+    """Returns all modules within `module` that are of torch's batch norm classes (SyncBatchNorm too)."""
     return [child for child in module.modules() if isinstance(child, _BatchNorm)]

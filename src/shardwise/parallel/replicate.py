@@ -1,4 +1,4 @@
-"""Replicas (DDP; made in engine/recipe): every rank holds everything, gradients are summed, by buckets (comm/buckets).
+"""Plain data parallelism (engine/recipe): every rank holds everything; gradients are all-reduced by comm/buckets.
 
     rank 0   samples 0..3 -> g0 \\
                                  all-reduce -> g0 + g1 -> the same update on both
@@ -9,9 +9,9 @@ Bytes on the wire: 2 (N-1)/N P for each optimizer step, whatever the number of m
 Bytes at rest: everything, on every rank.
 Source: Li et al., "PyTorch Distributed" (VLDB 2020), sections 3.2 to 3.4: buckets, overlap, accumulation.
 
-Why not `DistributedDataParallel` itself: it must be told beforehand that parameters may go unused, ends in a broken
-connection when ranks then differ, divides by the number of ranks, and sums bf16 gradients in bf16. The buckets here
-are also those of ZeRO-1 and 2.
+Why not `DistributedDataParallel` itself: it must be told beforehand that parameters may be unused, fails with a broken
+connection if ranks then differ, divides by the number of ranks, and sums bf16 gradients in bf16. ZeRO-1 and 2 use the
+same buckets as this module.
 
 What this does not do: hold less than the whole model on each rank.
 """
@@ -32,7 +32,7 @@ from shardwise.precision import Precision
 
 
 class Replicate:
-    """Plain data parallelism: each rank has whole parameters, gradients and optimizer state."""
+    """Plain data parallelism (a `DataParallel`): each rank has whole parameters, gradients and optimizer state."""
 
     in_pieces = False
 
@@ -40,7 +40,12 @@ class Replicate:
         self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision, order: FixedOrder | None = None,
         pairs: Collection[str] = (),
     ):  # fmt: skip
-        """pairs  names of parameters that are complex outside of the module, and real in it"""
+        """Makes masters and buckets.
+
+        named  (name, parameter) of each trainable parameter;  axis  ranks over which gradients are summed
+        order  sums gradients in a fixed order, under deterministic=true; else None
+        pairs  names of complex parameters that the module holds as real ones with a last dim of 2
+        """
         self.axis = axis
         self.precision = precision
         self.params = [param for _, param in named]
@@ -48,19 +53,19 @@ class Replicate:
         masters = [self._master(param, paired) for (_, param), paired in zip(named, self._pairs, strict=True)]
         slots = zip(named, masters, strict=True)
         self.slots = [Slot(name, master.shape, master, whole=True) for (name, _), master in slots]
-        # whether each master's gradient is a part of a bucket, not a copy of one in another dtype
+        # whether each master's gradient is a view of a bucket, and not a copy in another dtype or as complex numbers
         self._in_buckets = not any(pairs) and all(m.dtype.to_real() == precision.reduce for m in masters)
         self._pending: list[tuple[Pending, Bucket]] = []
         self._arrived: Arrived | None = None
         self.order = order
-        self._summed = False  # in order, in this step
-        ranks = 1 if order is None else axis.size  # sums in a fixed order are shared out: each rank takes its N-th
+        self._summed = False  # whether `order` has summed this step's gradients
+        ranks = 1 if order is None else axis.size  # with `order` each rank sums an equal piece of each bucket
         self.buckets = GradientBuckets(
             named, dtype=precision.reduce, ranks=ranks, summing=axis.size, keep=True, launch=self._reduce, order=order
         )
 
     def _master(self, param: nn.Parameter, pairs: bool) -> nn.Parameter:
-        """Returns a parameter's master: complex, or wider, where the module's own is not; else itself."""
+        """Returns the parameter's master: its complex view if `pairs`, a wider copy in mixed precision, or itself."""
         if pairs:
             return nn.Parameter(as_complex(param.detach()))
         if not self.precision.mixed:
@@ -68,52 +73,52 @@ class Replicate:
         return nn.Parameter(param.detach().to(self.precision.master))
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
-        """Set a master weight from its full initial value."""
+        """Sets the index-th parameter's master from `value`, its full initial value."""
         with torch.no_grad():
             self.slots[index].master.copy_(value)
 
     def start_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Drops the last step's gradients."""
         self._summed = False
         for slot, pairs in zip(self.slots, self._pairs, strict=True):
-            if pairs or self.precision.mixed:  # else the master is the buckets' parameter
+            if pairs or self.precision.mixed:  # else the master is the parameter itself, which the buckets clear
                 slot.master.grad = None
         self.buckets.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Prepare for a micro-batch: gradients are summed over ranks once, with the last one."""
+        """Prepares for a micro-batch. `last`: whether it is the step's last one, in which gradients are all-reduced."""
         self.buckets.start_micro_batch(sync=last)
 
     def expect_pieces(self) -> None:
-        """Watches the next backward for gradients that come in several pieces, as by reentrant checkpoints."""
+        """Makes the next backward find gradients that come in several pieces, as with reentrant checkpoints."""
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch the buckets that backward did not complete; returns the indices of the parameters that it reached."""
+        """Launches the buckets that backward did not fill; returns the indices of the parameters that it reached."""
         self.buckets.finish_micro_batch()
         return self.buckets.used_now
 
     def _reduce(self, bucket: Bucket) -> None:
+        """Starts the all-reduce of a full bucket, in place."""
         assert bucket.buffer is not None
         self._pending.append((all_reduce(bucket.buffer, self.axis, "gradients", wait=False), bucket))
         if self._arrived is not None:
             self._collect(travelling=min(1, self.axis.size - 1))
 
     def use_as_made(self, arrived: Arrived) -> None:
-        """Call a function for the gradients of each bucket that is summed, and keep none of them."""
+        """Has `arrived` called within backward for each bucket's gradients once they are summed; then drops them."""
         self._arrived = arrived
 
     def _collect(self, travelling: int = 0) -> None:
-        """Wait for reductions, but for so many of the last."""
-        # the newest reduction goes on while the step uses what came before it
+        """Waits for the all-reduces, except the newest `travelling`, and gives their gradients to `arrived`."""
         while len(self._pending) > travelling:
             pending, bucket = self._pending.pop(0)
             pending.wait()
             # without `use_as_made` gradients stay in the buckets until the step's end
             if self._arrived is None:
                 continue
-            flat, slots = bucket.buffer if self._in_buckets else None, []  # else they are copies, of other dtypes
-            # one that backward did not fill waits for `finish_step`, which knows whom any rank reached
+            flat, slots = bucket.buffer if self._in_buckets else None, []  # None: gradients are copies of the buffer
+            # a bucket that backward did not fill waits for `finish_step`, which knows what other ranks reached
             if bucket.whole:
                 self._set_gradients(bucket, {entry.index for entry in bucket.layout.entries})
                 slots = [self.slots[entry.index] for entry in bucket.layout.entries]
@@ -121,9 +126,13 @@ class Replicate:
             self._arrived(slots, self.buckets.buckets.index(bucket), flat)
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait, then point each master's gradient at its place in the bucket; of indices not in `used`, at None."""
+        """Waits for reductions, and sets each master's gradient to its view of the bucket.
+
+        used   indices of parameters that this rank used, and if called again in a step, that any rank used; the
+               gradients of other parameters are set to None
+        """
         self._collect()
-        # deterministic: no bucket was launched; `_summed` since a step may call this more than once
+        # deterministic: no bucket was launched; the flag is there since a step may call this more than once
         if self.order is not None and not self._summed:
             for number, bucket in enumerate(self.buckets.buckets):
                 bucket.put(self.order.whole(number, bucket.ensure()))
@@ -133,7 +142,7 @@ class Replicate:
                 self._set_gradients(bucket, used)
 
     def _set_gradients(self, bucket: Bucket, used: set[int]) -> None:
-        """Point the masters of one bucket at its parts, those that any rank `used`; the others at None."""
+        """Sets the gradients of one bucket's masters to its views; None for parameters whose index is not in `used`."""
         bucket.ensure()
         for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
             # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
@@ -145,20 +154,20 @@ class Replicate:
                 master.grad = gradient
 
     def _as_master(self, index: int, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient in the dtype of its master."""
+        """Returns the index-th parameter's gradient in its master's dtype, complex if the master is."""
         if gradient.dtype.to_real() != master.dtype.to_real():
             gradient = gradient.to(master.dtype)
         return as_complex(gradient) if self._pairs[index] else gradient
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns the buckets' buffers (1-d), where each master's gradient is a part of one; else None."""
+        """Returns the buckets' buffers (1-d) if each master's gradient is a view of one; else None."""
         if self.order is not None or not self._in_buckets:
             return None
         return [buffer for buffer in self.gradient_buffers() if buffer is not None]
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Copy into the masters what was written into the weights by hand."""
+        """Copies into the masters what code outside the optimizer wrote into the module's weights. No collective."""
         if self.precision.mixed:
             for param, slot in zip(self.params, self.slots, strict=True):
                 follow(slot.master, param.detach())
@@ -168,7 +177,10 @@ class Replicate:
 
     @torch.no_grad()
     def publish(self, *, rounded: bool = False) -> None:
-        """Round the masters into the module's weights, where they differ and are not `rounded` already."""
+        """Copies the masters into the module's weights, if they are separate tensors.
+
+        rounded   whether weights in mixed precision have the masters' rounded values already
+        """
         if self.precision.mixed and not rounded:
             torch._foreach_copy_(self.params, [slot.master for slot in self.slots])
         for param, slot, pairs in zip(self.params, self.slots, self._pairs, strict=True):
@@ -176,23 +188,23 @@ class Replicate:
                 bring_back(slot.master, as_complex(param.detach()))
 
     def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (weight, wider master) of each parameter in mixed precision."""
+        """Returns (weight, wider master) of each parameter in mixed precision; else []."""
         if not self.precision.mixed:
             return []
         return [(param.detach(), slot.master) for param, slot in zip(self.params, self.slots, strict=True)]
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns the buckets' buffers."""
+        """Returns each bucket's flat buffer; None for a bucket without one now."""
         return [bucket.buffer for bucket in self.buckets.buckets]
 
     def full_parameter(self, index: int) -> Gathering:
-        """Returns the gathering of the master weight, which every rank has: nothing is sent."""
+        """Returns a gathering that gives the index-th master weight; nothing is sent, since every rank has it."""
         return ready(self.slots[index].master.detach())
 
     def full_gradient(self, index: int) -> Gathering:
-        """Returns the gathering of the gradient, which every rank has; of None where no rank used the parameter."""
+        """Returns a gathering that gives the index-th master's gradient, None if no rank used it; nothing is sent."""
         return ready(self.slots[index].master.grad)
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Returns the gathering of the piece itself: every rank holds all of it."""
+        """Returns a gathering that gives `piece`, since every rank holds whole tensors; nothing is sent."""
         return ready(piece)

@@ -1,6 +1,6 @@
-"""The interface of data-parallel techniques, which step/ calls: replicate, flat, full, expert/reduce implement it.
+"""The interface of data-parallel techniques, which step/ calls. replicate, flat, full and expert/reduce implement it.
 
-A `Slot` is one trainable parameter as the optimizer sees it on this rank: the whole of it, or a piece.
+A `Slot` is one trainable parameter as the optimizer sees it on this rank, whole or as a piece.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from shardwise.errors import InputError
 class Slot:
     """One trainable parameter on this rank.
 
-    name    its path in the module
-    shape   its full shape
-    master  what the optimizer updates: the whole tensor, or this rank's flat or dim-0 piece
-    whole   `master` is the whole parameter
-    counted no other rank of dp_shard counts these elements in the norm
+    name     its path in the module
+    shape    its unsharded shape; without the dim of 2 if it is complex outside of the module
+    master   what the optimizer updates: the whole tensor, or this rank's piece of it (1-d under ZeRO-1 and 2, a shard
+             along one dim under ZeRO-3)
+    whole    whether `master` is the whole parameter
+    counted  whether this rank adds the elements to the gradient norm (one rank of those that hold them does)
     """
 
     name: str
@@ -35,158 +36,184 @@ class Slot:
 
 
 class ShardMemory(Protocol):
-    """Memory elsewhere, in which the shards of some units lie and are read for each gather.
+    """Memory outside the device (a file on a disk) that holds the shards of some units and is read for each all-gather.
 
-    memory  of the shards of each unit that moves, in order: the first ones
+    memory  for each of the first units, in order, 1-d tensors in which its shards lie
     """
 
     memory: list[list[torch.Tensor]]
 
     def before_gather(self, unit: int) -> None:
-        """Called before the shards of a unit, by its number, are read."""
+        """Called before an all-gather reads the shards of a unit, given by its index in `memory`."""
 
     def after_gather(self, unit: int) -> None:
-        """Called when the shards of a unit have been read."""
+        """Called when an all-gather has read the shards of a unit, given by its index in `memory`."""
 
     def let_go(self) -> None:
-        """Let go of what was read or written by others than gathers."""
+        """Frees the pages that reads and writes outside of all-gathers have brought into the host's memory."""
 
 
 @dataclass
 class Phase:
-    """The kind of samples that the engine runs now, for code inside the module that must know."""
+    """What kind of samples the engine runs now, for code inside the module (batch norms, random numbers).
 
-    samples: int = 1  # how many this rank runs that count; 0: a stand-in
-    same: bool = False  # every rank runs the same samples, which count once
-    looked_at: bool = False  # a few samples are run to see what it does with them
+    samples    number of this rank's samples that count; 0: it runs a stand-in
+    same       whether every rank runs the same samples, which count once
+    looked_at  whether this is the look at a few samples before the first step
+    """
+
+    samples: int = 1
+    same: bool = False
+    looked_at: bool = False
 
     @property
     def stand_in(self) -> bool:
-        """Returns whether this rank runs a sample that counts nothing."""
+        """Whether this rank runs a stand-in, a sample that counts nothing."""
         return self.samples == 0
 
 
-# told of the slots whose gradients are there, and of the flat tensor (by its number) in which these or others lie
+# called within backward as arrived(slots whose gradients are summed and set, index of their bucket, that bucket's
+# gradients as one 1-d tensor; None: gradients lie apart)
 Arrived = Callable[[list[Slot], int, torch.Tensor | None], None]
 ValueOf = Callable[[str], torch.Tensor]  # name -> full initial tensor on the CPU
 
 
 class DataParallel(Protocol):
-    """A technique: owns the parameters' storage, reduces gradients, publishes updated weights."""
+    """A technique, which owns the parameters' storage, reduces gradients and publishes updated weights.
+
+    slots      the trainable parameters as the optimizer sees them; under ZeRO-1 and 2 only those with elements here
+    in_pieces  whether each rank of dp_shard holds a part of every gradient, so that square norms are summed over ranks
+    An `index` below counts the trainable parameters in the module's order.
+    """
 
     slots: list[Slot]
-    in_pieces: bool  # each rank of dp_shard holds a part of every gradient, so their square norms add up
+    in_pieces: bool
 
     def start_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Drops the last step's gradients."""
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Called before each forward; `last`: it is the step's last micro-batch."""
+        """Called before each forward. `last`: whether this is the step's last micro-batch."""
 
     def expect_pieces(self) -> None:
-        """Called before a backward that may bring a gradient in parts (reentrant checkpoints): their sum is reduced."""
+        """Called before a backward that may bring a gradient in several pieces (reentrant checkpoints).
+
+        That backward finds out which do; they are then reduced after the last piece.
+        """
 
     def finish_micro_batch(self) -> set[int]:
-        """Called after each backward; returns which parameters (by index) this rank's backward reached."""
+        """Called after each backward; returns the indices of the parameters that this rank's backward reached."""
         ...
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait for reductions; sets `slot.master.grad` to the sum over ranks, None where no rank used it (`used`)."""
+        """Waits for reductions and sets `slot.master.grad` to the sum over ranks; None for indices not in `used`."""
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""
+        """Returns 1-d tensors that hold all gradients of this step, with zeros in gaps; None if there are none such."""
         ...
 
     def use_as_made(self, arrived: Arrived) -> None:
-        """Call a function for gradients within backward, once they are summed; their memory is held by slots alone.
+        """Has `arrived` called within backward once gradients are summed; the technique then drops its references.
 
-        Not of those that this rank's backward does not reach, which `finish_step` sets.
+        Not called for gradients that this rank's backward did not reach; `finish_step` sets these.
         """
 
     def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (weight, wider master) of each tensor in which masters lie; [] where masters are the weights."""
+        """Returns (weight, wider master) for each tensor that holds masters; [] if masters are the weights."""
         ...
 
     def publish(self, *, rounded: bool = False) -> None:
-        """Brings the module's weights up to the masters after the optimizer; `rounded`: this rank's are already."""
+        """Copies the masters into the module's weights after the optimizer, on all ranks. Collective.
+
+        rounded   whether this rank's weights have the masters' values already
+        """
 
     def take_weights(self) -> None:
-        """Copy into the masters what was written into the module's weights past the optimizer. Nothing is sent."""
+        """Copies into the masters what code outside the optimizer wrote into the module's weights. No collective."""
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns the storage of gradients beside the `.grad` of parameters and masters."""
+        """Returns the tensors that hold gradients beside the `.grad` of parameters and masters; entries may be None."""
         ...
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
-        """Sets a master (or this rank's piece) from its full value, where masters are wider than weights."""
+        """Sets the index-th master, or this rank's piece of it, from its full value, if masters are separate."""
 
     def full_parameter(self, index: int) -> Gathering:
-        """Returns the gathering of the whole master weight, on every rank."""
+        """Returns the gathering of the index-th unsharded master weight, on every rank."""
         ...
 
     def full_gradient(self, index: int) -> Gathering:
-        """Returns the gathering of the whole gradient, on every rank; of None where no rank used the parameter."""
+        """Returns the gathering of the index-th unsharded gradient, on every rank; it gives None if no rank used it."""
         ...
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Returns the gathering of a tensor cut as the index-th master is (its state), from every rank's `piece`."""
+        """Returns the gathering of a tensor that is sharded as the index-th master (optimizer state), from all pieces.
+
+        piece   this rank's piece of it
+        """
         ...
 
 
 class PieceSlots(Protocol):
-    """A technique whose slots are pieces; `select` says where each rank's piece lies in the whole parameter."""
+    """A technique whose slots are pieces of parameters.
+
+    params   trainable parameters as the module holds them, whole or as shards
+    """
 
     slots: list[Slot]
-    params: list[Any]  # what the module has: whole, or shards
+    params: list[Any]
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """Returns the view of `whole`, shaped as the index-th parameter, that is the piece of rank `shard_rank`."""
         ...
 
     def full_parameter(self, index: int) -> Gathering:
-        """Returns the gathering of the whole weight."""
+        """Returns the gathering of the index-th unsharded master weight."""
         ...
 
 
 def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> Gathering:
-    """Returns the gathering of the whole tensor of this shape from every rank's `piece` (any shape, may be empty)."""
+    """Returns the gathering of a tensor of this shape, cut as the index-th parameter, from every rank's `piece`.
+
+    piece   this rank's, in any shape, may be empty;  axis  the ranks of dp_shard
+    """
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
-    # pieces differ in size, and some are empty: rows of the largest one, so that one gather takes all
+    # pieces differ in size and may be empty, so all are padded to the largest one for a single all-gather
     row = piece.new_zeros(max(sizes))
     row[: piece.numel()] = piece.reshape(-1)
     table = yield row, axis
     whole = piece.new_empty(shape)
     for rank, size in enumerate(sizes):
         if size:
-            goal = technique.select(index, whole, rank)  # a view: what is copied into it stands in `whole`
+            goal = technique.select(index, whole, rank)  # a view of `whole`
             goal.copy_(table[rank, :size].view(goal.shape))
     return whole
 
 
-# Weights that were written past the optimizer: masters follow, and lie where they belong.
+# For weights and masters that code outside the optimizer wrote, or gave other memory.
 
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Copies into a master those elements of a weight that differ from the master's, rounded: written by hand."""
-    # where they agree the master stays: it has digits that the weight's narrower dtype lost
+    """Copies into `master` those elements of `weight` that differ from the rounded master."""
+    # equal elements are not copied, since the master has digits that the weight's narrower dtype lost
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 
 
 def is_away(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Returns whether a tensor lies in other memory than `place`; False for an empty one, which lies nowhere."""
+    """Whether `tensor` begins at another address than `place`; False if it is empty."""
     return tensor.numel() > 0 and tensor.data_ptr() != place.data_ptr()
 
 
 def bring_back(tensor: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy a tensor whose `.data` was set back into `place`, and let it lie there again."""
+    """Copies `tensor` into `place` and makes it a view of that memory again, if its `.data` was set to other memory."""
     if is_away(tensor, place):
         place.copy_(tensor.detach())
         tensor.data = place
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: torch.Size) -> None:
-    """Raise `InputError` where `.data` was set to a tensor of another shape."""
+    """Raises `InputError` if the shape of parameter `name`, whose `.data` a script may have set, is not `shape`."""
     if tensor.shape != shape:
         raise InputError(
             f"the data of parameter '{name}' is a tensor of {tuple(tensor.shape)} now, where the weight is "

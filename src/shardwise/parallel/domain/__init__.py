@@ -1,4 +1,4 @@
-"""Domain parallelism: fields whose spatial dims are cut into tiles over ranks; operations on tiles: part/rules."""
+"""Domain parallelism: fields whose spatial dims are cut into tiles over ranks. part/rules has operations on tiles."""
 
 from shardwise.parallel.domain.space_dims import as_read, candidates, without_space
 from shardwise.part.rules.writes import watch

@@ -1,12 +1,16 @@
-"""Propose which dims of a batch are space, and so cut into tiles (tried by engine/find_positions).
+"""Propose which dims of a batch are space, to be cut into tiles. engine/find_positions tries the proposals in order.
 
-    x (B, C, H, W), mask (B, H, W), label (B,)     domain=2x3: x and mask are cut, label is whole
-    x (B, C, H, W), fine (B, C, 2H, 2W)            x is cut; fine is whole and read where it meets what is cut
+    x (B, C, H, W), mask (B, H, W), label (B,)     domain=2x3: x and mask are cut, label is replicated
+    x (B, C, H, W), fine (B, C, 2H, 2W)            x is cut; fine is replicated, and sliced where it meets cut tensors
 
-Where the task names the dims (`Task.spatial`), those; else the dims behind batch and channel of a tensor, or the last
-ones of their number; where those cannot be cut, fewer (steps of time lie before channels), and then those between batch
-and channels that come last. Every tensor that has the same extents there is tiled with it. The tensors that the model
-is given come first. A plan of fewer degrees than dims tiles the first ones.
+If the task names the dims (`Task.spatial`), these are proposed. Otherwise the proposals are, in this order,
+
+    all dims behind batch and channel of a tensor
+    fewer of its last dims, since steps of time or ensemble members may lie before the channels
+    the dims between batch and last dim, since channels may come last
+
+Every tensor whose dims at the same place have the same sizes ("extents") is tiled too. Tensors that the model is given
+are considered first. A plan with fewer degrees than dims of space tiles the first dims.
 """
 
 from __future__ import annotations
@@ -29,11 +33,14 @@ def candidates(
     batch: Any, samples: int, tiles: tuple[Axis | None, ...], names: tuple[str, ...], spatial: Domain | None,
     model_leaves: Collection[int],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yields a `Candidate` for each set of extents of the model's inputs: all tensors that end in them are cut.
+    """Yields a `Candidate` for each set of extents of the model's inputs; it cuts all tensors that have these extents.
 
-    tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
+    samples       size of the batch dim
+    tiles         for each dim of space, from the first on, the axis that cuts it; None: not cut
+    names         name of each leaf of `batch`, for messages
+    spatial       the dims that the task names, or None
     model_leaves  ids of the leaves that the model is given
-    Raises `RefusedPlan`, before the first, where `tiles` has more dims than `spatial` names.
+    Raises `RefusedPlan` before it yields anything if `tiles` has more dims than `spatial` names.
     """
     leaves, _ = tree_flatten(batch)
     if spatial is not None and len(tiles) > len(spatial.dims):
@@ -42,10 +49,10 @@ def candidates(
             f"Task.spatial names {len(spatial.dims)}: {spatial.as_text()}"
         )
     fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
-    # where the model is given none of them, it is given what is made of them
+    # if the model is given none of the fields, it is given tensors computed from them, so all fields are considered
     asked = [leaf for leaf in fields if id(leaf) in model_leaves] or fields
     wanted = [extents for leaf in asked for extents in _extents(leaf, len(tiles), spatial)]
-    if spatial is None:  # steps or members lie in front of the channels
+    if spatial is None:  # steps of time or members may lie in front of the channels
         wanted += [tuple(leaf.shape[d:]) for leaf in asked for d in range(3, leaf.dim() - max(len(tiles), 2) + 1)]
     for extents in dict.fromkeys(wanted):
         dims = [_dims(leaf, extents, spatial) if _is_field(leaf, samples) else () for leaf in leaves]
@@ -53,13 +60,16 @@ def candidates(
         yield Candidate(Positions(cuts, names, "field"), f"fields of {' x '.join(map(str, extents))}")
     if spatial is None:
         for count in dict.fromkeys(leaf.dim() - 2 for leaf in asked):
-            if len(tiles) <= count <= 3:  # channels come last
+            if len(tiles) <= count <= 3:  # channels may come last
                 last = Domain(dims=tuple(range(1, count + 1)))
                 yield from candidates(batch, samples, tiles, names, last, model_leaves)
 
 
 def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[str, ...]) -> str:
-    """Returns a sentence for the user: why no tensor of a batch has dims that may be cut."""
+    """Returns a sentence for the user on why no tensor of a batch has dims that can be cut.
+
+    tiled  number of dims of space that the plan cuts;  names  name of each leaf of `batch`
+    """
     if spatial is None:
         return f"no tensor has {tiled} dim(s) of space behind batch and channel (spatial=Domain(...) names them)"
     leaves = zip(names, tree_flatten(batch)[0], strict=True)
@@ -68,12 +78,13 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
 
 
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
-    """Returns the positions with `shapes` and `space` set where the task's source reads tiles (has a `global_shape`).
+    """Returns `positions`, with `shapes` and `space` set if the task's source reads tiles (it has a `global_shape`).
 
-    `global_shape` has the sizes of space in the order of the tensors' dims, which `Domain.dims` need not follow.
-    Raises `InputError` where a field that is cut has other extents there.
+    shapes  for each leaf of `batch` the shape of an uncut sample, None for a leaf that is no tensor
+    space   names of the axes that cut space, in the order of `global_shape`, which is that of the tensors' dims
+    Raises `InputError` if a cut dim of a field has another size than `global_shape` says.
     """
-    # without `global_shape` a source reads whole samples
+    # a source without `global_shape` reads whole samples
     whole = getattr(task.data, "global_shape", None)
     if whole is None:
         return positions
@@ -82,7 +93,7 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
     for leaf, cuts, name in zip(leaves, positions.cuts, positions.names, strict=True):
         for dim, (axis,) in cuts:
             place = space.index(axis.name)
-            # such a rank would read other cells than it computes, without any error
+            # unchecked, a rank would read other cells than it computes, without any error
             if place >= len(whole) or leaf.shape[dim] != whole[place]:
                 raise InputError(
                     f"Task.data has global_shape={tuple(whole)}, and {name} of a sample read whole is "
@@ -94,10 +105,10 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
 
 
 def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, ...]:
-    """Returns the axis that cuts each dim of space, in the order of the fields' dims; `InputError` if fields differ."""
+    """Returns the names of the axes that cut space, in the order of the fields' dims; `InputError` if fields differ."""
     if spatial is None:
         return SPACE
-    # dims that count from the front and from the back may swap places between tensors with and without channels
+    # dims counted from the front and from the back may change order between tensors with and without channels
     orders = {tuple(axis for _, axis in sorted(zip(_declared(leaf, spatial), SPACE, strict=False))) for leaf in fields}
     if len(orders) > 1:
         raise InputError(
@@ -109,11 +120,15 @@ def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, 
 
 
 def _is_field(leaf: Any, samples: int) -> bool:
+    """Whether a leaf of a batch is a tensor (samples, ...) of two or more dims."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0] == samples
 
 
 def _extents(leaf: torch.Tensor, tiled: int, spatial: Domain | None) -> Iterator[tuple[int, ...]]:
-    """Yields, at most once, the sizes of a tensor's dims of space: the declared ones, else all behind dim 1."""
+    """Yields the sizes of a tensor's dims of space, the named ones or else all behind dim 1; nothing if it has none.
+
+    tiled  number of dims that the plan cuts
+    """
     if spatial is not None:
         along = _declared(leaf, spatial)
         if along:
@@ -124,17 +139,17 @@ def _extents(leaf: torch.Tensor, tiled: int, spatial: Domain | None) -> Iterator
 
 
 def _declared(leaf: torch.Tensor, spatial: Domain) -> tuple[int, ...]:
-    """Returns the dims that the task names, counted from the front; () where this tensor has not all of them."""
+    """Returns the dims that the task names, counted from the front; () if this tensor lacks one of them."""
     n = leaf.dim()
     if not all(-n <= d < n for d in spatial.dims):
         return ()
     along = tuple(d % n for d in spatial.dims)
-    # 0 is the samples; of a short tensor, -1 and 1 may be the same dim
+    # dim 0 is the batch; in a tensor of two dims, -1 and 1 are the same dim
     return along if 0 not in along and len(set(along)) == len(along) else ()
 
 
 def _dims(leaf: torch.Tensor, extents: tuple[int, ...], spatial: Domain | None) -> tuple[int, ...]:
-    """Returns the tensor's dims of space (the named ones, else the last) if their sizes are `extents`, else ()."""
+    """Returns the tensor's dims of space (the named ones, else its last dims) if their sizes are `extents`, else ()."""
     if spatial is not None:
         along = _declared(leaf, spatial)
     else:
@@ -143,4 +158,5 @@ def _dims(leaf: torch.Tensor, extents: tuple[int, ...], spatial: Domain | None) 
 
 
 def _cuts(along: tuple[int, ...], tiles: tuple[Axis | None, ...]) -> Cuts:
+    """Returns (dim, (axis,)) for each of the dims `along` that an axis cuts."""
     return tuple((dim, (axis,)) for dim, axis in zip(along, tiles, strict=False) if axis is not None)

@@ -1,4 +1,4 @@
-"""Expert parallelism: modules of experts found by trial, tokens exchanged, gradients reduced by who holds what."""
+"""Expert parallelism: find modules of experts by trials, exchange tokens, reduce gradients over an expert's holders."""
 
 from shardwise.parallel.expert.expert_forward import ExpertParallel, install
 from shardwise.parallel.expert.find import find_experts, find_row_wise, holds_experts

@@ -1,14 +1,14 @@
-"""Find modules that choose by values and treat each row by itself: mixtures that route within their own forward.
+"""Find modules that route tokens in their own forward, yet treat each row (token) by itself.
 
-Which rows an expert is given (`nonzero`), in which order (`argsort` and counts read in Python), is no operation on cut
-tensors. A module that runs one, is called with one float tensor (..., H) and gives one of that shape may be given a
-rank's own rows, if on random values it shows
+Data-dependent operations (`nonzero`, `argsort` with counts that Python reads) have no rule on cut tensors. A module
+that runs one, takes one float tensor (..., H) and returns one of the same shape can instead be called with a rank's own
+rows, if a trial on random values shows
 
-    f(x[rows]) = f(x)[rows]        along each dim but the last, for any half of the rows and any order
-    the same where all rows are equal, and so choose the same (a capacity would drop some)
-    nothing kept from the call but sums over rows in buffers (how many each expert was given), which ranks then add up
+    f(x[rows]) = f(x)[rows]        along each dim but the last, for random halves in random order
+    the same for equal rows, which all choose the same expert (a capacity would drop some)
+    no state kept from the call except sums over rows in buffers (tokens per expert), which ranks then add up
 
-What this does not do: modules that are given or give more than one tensor, or that draw.
+What this does not do: modules with several input or output tensors, or with random numbers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import standing_in
 
 _BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-_MOST = 2**24  # elements of the weights of a module that is tried
-_BAR = 1e-9
-_ALIKE = "alike"  # of a buffer that is the same whatever the rows are
+_MOST = 2**24  # a module with more elements in its weights is not tried, since that would take too long
+_BAR = 1e-9  # tolerance in float64, times the largest absolute value
+_ALIKE = "alike"  # marks a buffer whose value after a call does not depend on the rows
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A call of a module: the shape of its rows, which argument they are, and the arguments (of the rows None)."""
+    """A call of a module whose only tensor is its rows.
+
+    shape         of the rows (..., H);  call  which argument they are
+    args, kwargs  the call's arguments, with None in place of the rows
+    """
 
     shape: tuple[int, ...]
     call: ExpertCall
@@ -45,9 +49,11 @@ class Chosen:
 
 
 class Choices(TorchDispatchMode):
-    """Mode that notes calls of the innermost modules that run an operation whose result's size, or branch, is values'.
+    """Mode that records calls of modules that themselves run a data-dependent operation.
 
-    calls  by path
+    Such an operation's output shape depends on values (`nonzero`), or Python reads its value.
+
+    calls  path of the innermost module that ran one -> its last such call, if its only tensor is rows
     """
 
     def __init__(self, module: nn.Module):
@@ -65,7 +71,7 @@ class Choices(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context: notes which modules run."""
+        """Context in which the mode is active and knows which modules are running."""
         handles = []
         for child in self._paths:
             handles += [
@@ -86,12 +92,15 @@ class Choices(TorchDispatchMode):
 def sums_of_rows(
     child: nn.Module, chosen: Chosen, value: Callable[[str, torch.Tensor], torch.Tensor], held: int | None = None
 ) -> dict[str, str] | None:
-    """Returns {name of a buffer: way} of what a module, with tensors `value(name, tensor)`, adds up over its rows.
+    """Returns {buffer's name: way} for the buffers in which a module adds up over its rows; None if rows interact.
 
-    held  elements of which the values are made, where they overlap; None: as many as the weights have
-    None where it does to a row what depends on others, or keeps anything else of them.
+    chosen  a call of the module
+    value   from (name, tensor) to the value that stands in for that parameter or buffer in the trial
+    held    number of elements in memory behind these values, if they overlap; None: as many as the weights have
+    A way is a key of `part.buffer_ways.WAYS`. None also if the module keeps anything else than sums, fails on other
+    numbers of rows, has no weights, or is too large to try.
     """
-    # without weights it is no mixture, and a large one would take too long to try
+    # a module without weights is no mixture
     if not 0 < (sum(param.numel() for param in child.parameters()) if held is None else held) <= _MOST:
         return None
     before, generator = ModuleState(child), torch.Generator().manual_seed(0)
@@ -100,22 +109,22 @@ def sums_of_rows(
         with torch.no_grad(), torch.random.fork_rng(devices=[]), standing_in(child, value):
             run = _Run(child, chosen)
             together = run(rows)
-            # rows in, rows out; and what it leaves in attributes (`keeps`) would be that of one rank's rows
+            # state in attributes (`keeps`) could not be combined over ranks
             if not isinstance(together, torch.Tensor) or together.shape != rows.shape or run.keeps:
                 return None
             apart = all(_apart(run, rows, together, dim, generator) for dim in range(rows.dim() - 1))
             return _sums(run, rows) if apart else None
-    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # on other numbers of rows
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # it needs a fixed number of rows
         return None
     finally:
         before.restore()
 
 
 class _Run:
-    """Runs a module on rows and puts it back as it was.
+    """Runs a module on rows and restores its state after each run.
 
-    keeps  a run has changed other things than buffers
-    left   buffers as the last run has left them, by name
+    keeps  whether any run has changed state other than buffers
+    left   buffer's name -> its value after the last run
     """
 
     def __init__(self, child: nn.Module, chosen: Chosen):
@@ -123,13 +132,13 @@ class _Run:
         self.keeps, self.left = False, dict[str, torch.Tensor]()
 
     def __call__(self, rows: torch.Tensor, start: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Returns what the module makes of rows, from other buffers than its own where `start` has them."""
+        """Returns the module's result for `rows`. `start`: name -> value of buffers to set before the run."""
         state = ModuleState(self.child)
         tables = {id(child._buffers) for child in self.child.modules()}
         try:
             for name, buffer in (start or {}).items():
                 self.child.get_buffer(name).copy_(buffer)
-            # as one process gives them: of parts of rows, a view by shape would fail
+            # contiguous, as in one process, since the module may call `view`
             args, kwargs = self._chosen.call.made(self._chosen.args, self._chosen.kwargs, rows.contiguous())
             made = self.child(*args, **kwargs)
             self.keeps |= any(id(table) not in tables for table, _ in state.changed())
@@ -141,7 +150,7 @@ class _Run:
     def all_left(
         self, rows: Sequence[torch.Tensor], start: Mapping[str, torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
-        """Returns `left` of a run on each."""
+        """Returns, for each tensor in `rows`, `left` after a run on it from the buffers `start`."""
         lefts = []
         for some in rows:
             self(some, start)
@@ -150,9 +159,13 @@ class _Run:
 
 
 def _sums(run: _Run, rows: torch.Tensor) -> dict[str, str] | None:
-    """Returns the ways in which buffers add up over two parts of the rows, from two beginnings; None for others."""
+    """Returns {buffer's name: way} for buffers that add up over parts of the rows; None if some buffer does not.
+
+    Tried on three pairs of parts, each from the buffers that the one before left; buffers that no rows change are
+    left out.
+    """
     parts = rows.tensor_split([rows.shape[-2] // 3], -2)
-    # equal rows first: what marks that a row came adds up by chance where rows differ
+    # two equal parts first: a flag "expert was used" would add up by chance if the parts use different experts
     twice = torch.cat([parts[0], parts[0]], -2), (parts[0], parts[0])
     start, ways_by_name = {name: buffer.clone() for name, buffer in run.child.named_buffers()}, dict[str, list[str]]()
     for all_rows, split in (twice, (rows, parts), (rows, parts)):
@@ -161,7 +174,7 @@ def _sums(run: _Run, rows: torch.Tensor) -> dict[str, str] | None:
         for name, after in whole.items():
             each = [left[name] for left in apart]
             fitting = ways(start[name], after, each, sizes, _BAR)
-            # whatever rows it is given, the buffer ends alike: there is nothing to add up
+            # the buffer does not depend on the rows, so ranks have nothing to add up
             if all(torch.equal(one, after) for one in each):
                 fitting.insert(0, _ALIKE)
             ways_by_name[name] = [way for way in ways_by_name.get(name, fitting) if way in fitting]
@@ -176,7 +189,10 @@ def _apart(
     run: _Run, rows: torch.Tensor, together: torch.Tensor, dim: int,
     generator: torch.Generator,
 ) -> bool:  # fmt: skip
-    """Returns whether parts of the rows along a dim, and equal rows, give what they give together."""
+    """Whether results for two halves of the rows along `dim`, and for equal rows, are those for all rows together.
+
+    together   the module's result for all of `rows`
+    """
     count = rows.shape[dim]
     order = torch.randperm(count, generator=generator)
     parts = [order[: count // 2], order[count // 2 :]]
@@ -188,7 +204,7 @@ def _apart(
 
 
 def read_rows(args: tuple, kwargs: dict) -> Chosen | None:
-    """Returns the call where its only tensor is an argument of floats (..., H); else None."""
+    """Returns the call if its only tensor is a float argument (..., H) of two or more dims; else None."""
     tensors = tensors_in((args, kwargs))
     key = next((key for key, value in [*enumerate(args), *kwargs.items()] if isinstance(value, torch.Tensor)), None)
     if key is None or len(tensors) != 1 or not tensors[0].is_floating_point() or tensors[0].dim() < 2:

@@ -1,6 +1,6 @@
-"""Which form operations on stacked weights give, and which dim of it counts experts: asked on the meta device.
+"""Infer, on the meta device, shape and dtype ("form") of operations on stacked weights, and which dim counts experts.
 
-With one expert more, exactly one dim of a result of all experts is larger by one: that counts experts.
+The operation runs on meta tensors with E and with E + 1 experts. The one dim of the result that grows counts experts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, e
 from shardwise.parallel.expert.ways import AllExperts, OneExpert
 from shardwise.trace.leaves import replaced, tensors_in
 
-Forms = list[torch.Tensor]
+Forms = list[torch.Tensor]  # meta tensors: [form], and for all experts at once [form, form with one expert more]
 
 
 class KnownForms:
-    """Forms of results that were asked before: experts run the same operations on different numbers of rows."""
+    """Cache of forms of results, since experts run the same operations on different numbers of rows.
+
+    An entry is a key from `_key_of` -> for each result (sizes behind the dim of rows, dtype).
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
 
     def of_rows(self, func: Callable, args: tuple, kwargs: dict) -> list[Forms] | None:
-        """Returns the form of each result of an operation, in a list of one; None where it gives other than tensors."""
+        """Returns [form] for each result of an operation on one expert's rows; None if a result is no tensor.
+
+        func, args, kwargs   the call, with `ExpertTensor`s among its arguments
+        """
         rows, key = _key_of(func, args, kwargs)
         if key in self._known:
             made = (empty_form((rows, *dims), dtype) for dims, dtype in self._known[key])
@@ -34,15 +40,19 @@ class KnownForms:
         forms = _on_forms(func, args, kwargs, 0)
         if forms is None:
             return None
-        # a dim that has as many indices as there are rows may be one that counts them
+        # not cached if another dim has the same size, since it might be a dim of rows too
         if key is not None and all(f.dim() and f.shape[0] == rows and rows not in f.shape[1:] for f in forms):
             self._known[key] = [(tuple(form.shape[1:]), form.dtype) for form in forms]
         return [[form] for form in forms]
 
 
 def _key_of(func: Callable, args: tuple, kwargs: dict) -> tuple[int, Any]:
-    """Returns (rows, what a call's results hang on beside their number); None for that where they may hang on it."""
-    rows = -1  # of the first operand that has any
+    """Returns (number of rows, key of all else that decides the form of a call's results).
+
+    The number is -1 if no operand has rows. The key is None if the call cannot be cached, as operands differ in their
+    number of rows, an argument is of another kind, or some other size equals that number.
+    """
+    rows = -1
     parts: list[Any] = [func, torch.is_autocast_enabled("cpu")]
     for name, leaf in (*enumerate(args), *kwargs.items()):
         if isinstance(leaf, torch.Tensor):
@@ -63,14 +73,15 @@ def _key_of(func: Callable, args: tuple, kwargs: dict) -> tuple[int, Any]:
 
 
 def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> list[tuple[OneExpert, Forms]] | None:
-    """Returns (way, [form, form with one expert more]) of each result of an operation on all experts at once.
+    """Returns (`AllExperts`, [form, form with one expert more]) of each result of an operation on all experts at once.
 
-    None where the operation mixes experts, or gives other than tensors.
+    None if the operation mixes experts or a result is no tensor. `experts`: their number E.
     """
     if func is torch.einsum and (not _labels(args)[0] or keeping_experts(args) is not None):
         return None
 
     def grown(leaf: Any) -> Any:
+        """Returns a tensor with rows of each expert as `_Grown`, so that it too has one expert more; else the leaf."""
         if isinstance(leaf, ExpertTensor):
             return leaf
         dim = dim_of_experts(func, args, kwargs, leaf, experts)
@@ -92,9 +103,10 @@ def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> lis
 
 
 def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, experts: int) -> int | None:
-    """Returns which dim of an argument beside `ExpertTensor`s (or `NotedResult`s) of all experts counts these.
+    """Returns the dim of the argument `leaf` that counts experts; None if it has none.
 
-    One of size 1, that is broadcast over them, as well; None where there is no such dim.
+    func, args, kwargs   a call with operands of all experts, `ExpertTensor`s or `NotedResult`s
+    experts              their number E; a dim of size 1, which is broadcast over experts, counts them too
     """
     shape = leaf.forms[0].shape if isinstance(leaf, NotedResult) else leaf.shape
     if func is torch.einsum:
@@ -103,7 +115,7 @@ def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, 
         label = next((names[way.dim] for names, way in ways if way is not None), None)
         names = next((names for names, tensor in zip(labels, tensors, strict=False) if tensor is leaf), "")
         return names.index(label) if label is not None and label in names else None
-    # broadcasting and batched products pair dims from the last one on
+    # broadcasting and batched products align dims from the last one
     for other in tensors_in((args, kwargs), (ExpertTensor, NotedResult)):
         way = _way_of(other)
         if way is not None:
@@ -113,7 +125,7 @@ def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, 
 
 
 class _Grown:
-    """A tensor of rows of each expert: its form, and that with one expert more."""
+    """A plain tensor whose dim `dim` counts experts, as its form and its form with one expert more."""
 
     def __init__(self, tensor: torch.Tensor, dim: int):
         shape = list(tensor.shape)
@@ -122,6 +134,7 @@ class _Grown:
 
 
 def _form(leaf: Any, place: int) -> torch.Tensor:
+    """Returns a meta tensor of the leaf's form. `place`: 0 as it is, 1 with one expert more."""
     if isinstance(leaf, _Grown):
         return leaf.forms[place]
     if isinstance(leaf, ExpertTensor):
@@ -130,26 +143,29 @@ def _form(leaf: Any, place: int) -> torch.Tensor:
 
 
 def _on_forms(func: Callable, args: tuple, kwargs: dict, place: int) -> tuple[torch.Tensor, ...] | None:
-    """Returns the function's results on the meta device; None where it gives other than tensors, or fails."""
+    """Returns the function's results on meta tensors; None if it fails, draws random numbers, or returns no tensors.
+
+    place   0: with E experts; 1: with E + 1
+    """
     with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction(), _Draws() as draws:
         call = replaced((torch.Tensor, _Grown), lambda leaf: _form(leaf, place), (args, kwargs))
-        # under autocast operands have dtypes that meet on other devices alone: then all in one
+        # under autocast operands may differ in dtype, which the meta device refuses; then all are tried in float32
         for of_dtypes in (lambda: call, lambda: replaced(torch.Tensor, _in_float32, call)):
             try:
                 plain_args, plain_kwargs = of_dtypes()
                 results = func(*plain_args, **plain_kwargs)
             except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
                 continue
-            if draws.drew:  # what is drawn is drawn where the forward says so, and for its rows
+            if draws.drew:  # random numbers must be drawn by this rank's forward, not by the rank that holds the expert
                 return None
-            # named results, and a list of one, are rare enough to want values
+            # named tuples and lists of one are rare, and are computed on values instead
             several = list(results) if type(results) in (tuple, list) and len(results) > 1 else [results]
             return tuple(several) if all(isinstance(result, torch.Tensor) for result in several) else None
     return None
 
 
 class _Draws(TorchDispatchMode):
-    """Mode that notes whether anything was drawn."""
+    """Mode that records in `drew` whether an operation used random numbers."""
 
     drew = False
 
@@ -159,25 +175,27 @@ class _Draws(TorchDispatchMode):
 
 
 def _in_float32(form: torch.Tensor) -> torch.Tensor:
+    """Returns a float tensor in float32; others unchanged."""
     return form.to(torch.float32) if form.is_floating_point() else form
 
 
 def _way_of(leaf: Any) -> AllExperts | None:
+    """Returns the way of a noted operand of all experts; None for any other leaf."""
     noted = noted_of(leaf)
     return noted.way if isinstance(noted, NotedResult) and isinstance(noted.way, AllExperts) else None
 
 
 def _labels(args: tuple) -> tuple[list[str], str, list[Any]]:
-    """Returns (labels of each operand of an einsum, of its result, the operands), dots written out as letters.
+    """Returns (labels of each operand of an einsum, labels of its result, operands), "..." replaced by unused letters.
 
-    None of them where they are given otherwise, without "->", say.
+    args   the arguments of `torch.einsum`. Returns ([], "", []) for forms without a string or without "->".
     """
     if not args or not isinstance(args[0], str) or "->" not in args[0]:
         return [], "", []
     tensors = list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
     operands, result = args[0].replace(" ", "").split("->")
     unused = "".join(letter for letter in string.ascii_letters if letter not in args[0])
-    # dots stand for the last of as many letters as any operand has dims there
+    # "..." aligns at the right, so an operand with fewer dims there gets the last of the letters
     counts = [
         _form_of(tensor).dim() - len(names) + 3 if "..." in names else 0
         for names, tensor in zip(operands.split(","), tensors, strict=False)
@@ -191,14 +209,15 @@ def _labels(args: tuple) -> tuple[list[str], str, list[Any]]:
 
 
 def _form_of(operand: Any) -> torch.Tensor:
+    """Returns the meta tensor of a noted operand; a plain tensor unchanged."""
     noted = noted_of(operand)
     return noted.forms[0] if isinstance(noted, NotedResult) else noted
 
 
 def keeping_experts(args: tuple) -> tuple | None:
-    """Returns an einsum's arguments such that the result keeps the experts, over which it sums, as its first dim.
+    """Returns the arguments of an einsum changed so that it does not sum over experts, which become the first dim.
 
-    None where it sums none.
+    None if the einsum does not sum over experts.
     """
     labels, result, tensors = _labels(args)
     ways = [(names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False)]

@@ -1,14 +1,14 @@
-"""Note what the forward of a mixture makes of stacked weights, and hand its experts' rows out where values are wanted.
+"""Record operations on stacked weights in a mixture's forward, and ask for experts' results when values are needed.
 
-    x[mine] @ w1[e]                   the product is noted, not computed
-    made.index_add_(0, mine, ...)     wants values: the rows x[mine] are handed to `answer`, with the expert's number
+    x[mine] @ w1[e]                   the product is recorded, not computed
+    made.index_add_(0, mine, ...)     needs values, so the rows x[mine] are given to `answer`, with the expert's index
 
-Values are wanted where one is written into a plain tensor, meets another expert's, is read by Python, or where an
-operation does more than treat each expert by itself. What is handed out ends with the last operation that reads
-weights: what follows it (a gate's weight times the result) is computed on the values, where the rows are.
+Values are needed if a result is written into a plain tensor, is combined with another expert's, is read by Python, or
+if an operation does more than treat each expert by itself. The recorded operations are run as an expert's program up
+to the last one that reads weights; what follows (a gate's weight times the result) is computed on this rank.
 
-How a forward picks its weights is one of four ways (`ways`). An expert's own operations are written down as an
-`ExpertProgram`, which the rank that holds an expert runs on rows of all ranks.
+A forward picks its weights in one of four ways (`ways`). An expert's own operations become an `ExpertProgram`, which
+the rank that holds the expert runs on rows of all ranks.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ _PICKED = (torch.Tensor.index_select, torch.index_select)
 _GROUPED = tuple(
     func for func in (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None)) if func
 )
-_WRITES = re.compile(r"[a-z].*[^_]_|__i(?!nvert).*__")
+_WRITES = re.compile(r"[a-z].*[^_]_|__i(?!nvert).*__")  # names of in-place functions: `add_`, `__iadd__`
 
 
 class ExpertNotes:
-    """The operations on stacked weights that one forward of a mixture makes.
+    """The record of the operations on stacked weights in one forward of a mixture.
 
-    answer   gives an expert's results for rows
-    shared   id of each parameter and buffer of the mixture that all experts share -> its name
-    known_forms  of results, from other forwards too
-    program  an expert's own operations, once the first are met: all run the same
+    experts      their number E
+    answer       from (expert, its tensors of rows (n, ...)) to the expert's results (n, ...)
+    device       on which the forward runs
+    shared       id of each parameter and buffer of the mixture that all experts share -> its name
+    known_forms  cache of forms, kept from forward to forward
+    program      the operations of an expert, once the first has been asked; all experts must run the same
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class ExpertNotes:
         self._count = 0
 
     def weight(self, name: str, share: torch.Tensor) -> ExpertTensor:
-        """Returns what the forward reads as the stacked weight `name`, of which this rank holds `share`."""
+        """Returns the stand-in (E, ...) that the forward reads as the stacked weight `name`.
+
+        share   this rank's block of the weight, whose shape behind dim 0 and dtype it has
+        """
         counts = self.experts, self.experts + 1
         forms = [empty_form((count, *share.shape[1:]), share.dtype) for count in counts]
         return self._tensor(None, (), {}, AllExperts(dim=0), forms, of_weights=True, weight=name)
@@ -77,6 +82,10 @@ class ExpertNotes:
         self, func: Callable | None, args: tuple, kwargs: dict, way: OneExpert, forms: Forms, *,
         of_weights: bool, weight: str | None = None,
     ) -> ExpertTensor:  # fmt: skip
+        """Returns a new `ExpertTensor`; arguments as the fields of `NotedResult`.
+
+        Raises `ReadOtherwise` if the mixture has switched autocast or grad mode, which the expert's rank would not do.
+        """
         if switches_now(self.device) != self._switches:
             raise ReadOtherwise(f"its experts {OWN_SWITCHES}")
         self._count += 1
@@ -86,9 +95,9 @@ class ExpertNotes:
     # --- an operation
 
     def called(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-        """Returns what a function of torch gives for arguments among which there are `ExpertTensor`s.
+        """Returns the result of torch's function `func`, of this `__name__`, for arguments with `ExpertTensor`s.
 
-        Raises `ReadOtherwise` where stacked weights are read otherwise than by experts.
+        Raises `ReadOtherwise` if stacked weights are read other than by experts that compute rows.
         """
         args, kwargs = replaced(ExpertTensor, _value_if_known, (args, kwargs))
         if not tensors_in((args, kwargs), ExpertTensor):
@@ -102,18 +111,21 @@ class ExpertNotes:
             return self._on_values(func, args, kwargs)
         if func is torch.einsum and any(leaf.noted.of_weights for leaf in tensors_in(args, ExpertTensor)):
             kept = keeping_experts(args)
-            if kept is not None:  # each expert's summand first: the sum over them is no expert's own
+            if kept is not None:  # experts give their summands; the sum over experts is computed on this rank
                 return torch.einsum(*kept).sum(0)
         results = self._noted(func, args, kwargs)
         if results is None:
             return self._on_values(func, args, kwargs)
         if not writes:
             return results
-        args[0].noted = results.noted  # what was written into holds the result from here on
+        args[0].noted = results.noted  # an in-place operation: its first argument is the result from here on
         return args[0]
 
     def _picking(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Returns the weights of one expert, of each, or of each row, where the call picks some; else None."""
+        """Returns the stand-in for picked weights, or for a grouped product; None if the call picks no weights.
+
+        A tuple of one stand-in for each expert if the call iterates over the dim of experts.
+        """
         if func in _GROUPED:
             return self._grouped(*args, **kwargs)
         stacked = _argument(args, kwargs, 0, "input")
@@ -137,13 +149,16 @@ class ExpertNotes:
         return None
 
     def _stacked_dim(self, tensor: Any) -> int | None:
-        """Returns the dim that counts experts, of what is made of weights alone and holds all of them."""
+        """Returns the dim that counts experts, if `tensor` is computed from weights alone and has them all; or None."""
         noted = noted_of(tensor)
         whole = isinstance(noted, NotedResult) and noted.of_weights and isinstance(noted.way, AllExperts)
         return noted.way.dim if whole else None
 
     def _indexed(self, stacked: ExpertTensor, index: tuple) -> ExpertTensor | None:
-        """Returns `stacked[index]` where its first part picks experts; None where it leaves all."""
+        """Returns the stand-in for `stacked[index]` if the first index picks experts; None if it keeps all of them.
+
+        Raises `ReadOtherwise` for a mask, or for several indices together with a tensor of experts.
+        """
         first, rest = (index or (Ellipsis,))[0], index[1:]
         if first is None or first is Ellipsis or isinstance(first, slice):
             return None
@@ -157,21 +172,25 @@ class ExpertNotes:
 
     def _one(self, func: Callable, args: tuple, kwargs: dict, expert: int) -> ExpertTensor:
         """Returns `func(*args, expert, **kwargs)`, the weights of one expert."""
-        if not -self.experts <= expert < self.experts:  # as torch says it: ends a loop over the weights
+        if not -self.experts <= expert < self.experts:  # as torch raises it, which ends Python's loop over a tensor
             raise IndexError(f"index {expert} is out of bounds for {self.experts} experts")
         form = func(args[0].noted.forms[0], *args[1:], 0, **kwargs)
         way = OneExpert(expert % self.experts)
         return self._tensor(func, (*args, HERE), kwargs, way, [form], of_weights=True)
 
     def _picked(self, stacked: ExpertTensor, index: torch.Tensor) -> ExpertTensor:
-        """Returns the weights of the expert that each element of `index` (rows, ...) names."""
+        """Returns the stand-in for `stacked[index]`, the weights of the expert that each element of `index` names."""
         like = stacked.noted.forms[0]
         form = like.new_empty((*index.shape, *like.shape[1:]))
         way = PickedExperts(made_dim=index.dim(), index=index, experts=self.experts)
         return self._tensor(torch.Tensor.__getitem__, (stacked, HERE), {}, way, [form], of_weights=True)
 
     def _grouped(self, rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        """Returns the product of sorted rows (R, H), those up to `offs[e]` with the e-th of weights (E, H, I)."""
+        """Returns the stand-in (R, I) for the grouped product of rows (R, H), sorted by expert, and weights (E, H, I).
+
+        offs (E,)  ends of each expert's rows;  out_dtype  dtype of the result, None: that of the weights
+        Raises `ReadOtherwise` for other forms of the call, or other offsets than in the product before.
+        """
         if self._stacked_dim(weights) != 0 or offs is None or bias is not None:
             raise ReadOtherwise("a grouped product of stacked weights is called otherwise than with rows and offsets")
         way: OneExpert = SortedRows(offsets=offs)
@@ -183,7 +202,7 @@ class ExpertNotes:
         return self._tensor(product_of_sorted, (rows, weights, HERE), {}, way, [form], of_weights=False)
 
     def _noted(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Returns an operation's results without values; None where it wants values."""
+        """Returns the stand-in for an operation's result, a tuple for several results; None if it needs values."""
         leaves = tensors_in((args, kwargs))
         operands = [leaf.noted for leaf in leaves if isinstance(leaf, ExpertTensor)]
         way, computed = operands[0].way, [noted for noted in operands if not noted.of_weights]
@@ -194,7 +213,7 @@ class ExpertNotes:
             results = forms_of_all(func, args, kwargs, self.experts)
         else:
             forms, rows = self.known_forms.of_rows(func, args, kwargs), [noted.forms[0] for noted in computed] or others
-            # an operation that gives rows away (a sum over them, values to Python) is the caller's own
+            # an operation that mixes rows or drops them (a sum over them) is not an expert's own
             fit = forms is not None and (not rows or all(way.fits(form, rows) for form, *_ in forms))
             results = [(way, form) for form in forms] if forms is not None and fit else None
         if results is None:
@@ -209,14 +228,17 @@ class ExpertNotes:
         )
 
     def _on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Returns the function's result on values."""
+        """Returns the function's result after each `ExpertTensor` argument is replaced by its values."""
         args, kwargs = replaced(ExpertTensor, self.value, (args, kwargs))
         return func(*args, **kwargs)
 
     # --- values
 
     def value(self, tensor: ExpertTensor) -> torch.Tensor:
-        """Returns the values of what experts compute. Raises `ReadOtherwise` for weights themselves."""
+        """Returns the values behind `tensor`, for which experts are asked if necessary.
+
+        Raises `ReadOtherwise` if it is computed from weights alone.
+        """
         noted = tensor.noted
         if noted.value is None:
             if noted.of_weights:
@@ -229,11 +251,14 @@ class ExpertNotes:
         return noted.value
 
     def settled(self, results: Any) -> Any:
-        """Returns a forward's results with the values of those that experts compute."""
+        """Returns a forward's results, of any structure, with values in place of `ExpertTensor`s."""
         return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, ExpertTensor) else leaf, results)
 
     def _answered(self, last: NotedResult) -> torch.Tensor:
-        """Returns the value of what experts compute: each expert's rows are handed to `answer`."""
+        """Returns the values of `last`, the end of an expert's program, from `answer` for each expert's rows.
+
+        Raises `ReadOtherwise` if this program is not the one of the experts before.
+        """
         program, leaves = _Writing(last, self).written()
         self.program = self.program or program
         if self.program != program:
@@ -243,26 +268,27 @@ class ExpertNotes:
 
 
 class _Writing:
-    """Writes down the operations behind a result as an expert's own program."""
+    """Converts the operations behind a result, `last`, into an expert's program."""
 
     def __init__(self, last: NotedResult, notes: ExpertNotes):
         self.last, self.notes = last, notes
         self.behind = last.behind()
         self.places = {noted.number: place for place, noted in enumerate(self.behind)}
-        self.leaves: list[torch.Tensor] = []  # of rows
-        self.dims: list[int | None] = []  # of each: which counts experts
+        self.leaves: list[torch.Tensor] = []  # the tensors of rows that the program reads
+        self.dims: list[int | None] = []  # for each of `leaves` the dim that counts experts, or None
 
     def written(self) -> tuple[ExpertProgram, list[torch.Tensor]]:
-        """Returns (the program, the tensors of rows that it reads)."""
+        """Returns (the program, the tensors of rows that it reads, of all experts)."""
         steps = [self._step(noted) for noted in self.behind]
         return ExpertProgram(tuple(steps), self.last.way.kind, tuple(self.dims), self.last.way.made_dim), self.leaves
 
     def _step(self, noted: NotedResult) -> ExpertStep:
+        """Returns the program's step for one recorded operation or weight."""
         if noted.weight is not None:
             return ExpertStep("", (StackedWeight(noted.weight),), {})
         kinds = (NotedResult, torch.Tensor)
         args, kwargs = replaced(kinds, lambda leaf: self._leaf(leaf, noted), (noted.args, noted.kwargs))
-        # a dtype that is taken from the rows is theirs in every precision
+        # a dtype argument that equals the rows' was read from them, and must follow them in another precision
         dtypes = {leaf.dtype for leaf in self.leaves}
         args = tuple(ROWS_DTYPE if isinstance(arg, torch.dtype) and arg in dtypes else arg for arg in args)
         if kwargs.get("dtype") in dtypes:
@@ -270,7 +296,10 @@ class _Writing:
         return ExpertStep(name_of(noted.func) or "", args, kwargs)
 
     def _leaf(self, leaf: Any, reader: NotedResult) -> Any:
-        """Returns what stands in the program for an argument of the operation `reader`."""
+        """Returns the program's stand-in for `leaf`, an argument of the operation `reader`.
+
+        Raises `ReadOtherwise` for a tensor that is neither shared by all experts nor has a row for each result.
+        """
         if isinstance(leaf, NotedResult) and leaf.value is None:
             return EarlierResult(self.places[leaf.number])
         tensor = leaf.value if isinstance(leaf, NotedResult) else leaf
@@ -290,16 +319,20 @@ class _Writing:
 
 
 def _argument(args: tuple, kwargs: dict, place: int, name: str) -> Any:
-    """Returns an argument that is given by its place or by its name; None where it is not."""
+    """Returns the argument at position `place` or with keyword `name`; None if it is not given."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
 def _value_if_known(tensor: ExpertTensor) -> torch.Tensor:
+    """Returns the values of an `ExpertTensor` if they are known, else itself."""
     return tensor if tensor.noted.value is None else tensor.noted.value
 
 
 def _last_of_experts(noted: NotedResult) -> NotedResult | None:
-    """Returns the last result behind `noted` that reads weights; `noted` where what follows that needs more."""
+    """Returns the last result behind `noted` that reads weights, where an expert's program ends; None if none does.
+
+    Returns `noted` itself if operations after it also need earlier results, which only the expert's rank computes.
+    """
     behind = noted.behind()
     readers = [result for result in behind if not result.of_weights and any(r.of_weights for r in result.operands)]
     if not readers:
@@ -308,7 +341,7 @@ def _last_of_experts(noted: NotedResult) -> NotedResult | None:
     after = {last.number}
     for result in behind:
         if result.number > last.number and not result.of_weights:
-            # what lies before the last reader is known to the expert's rank alone
+            # results before `last` have no values on this rank
             if not all(operand.number in after or operand.value is not None for operand in result.operands):
                 return noted
             after.add(result.number)
@@ -316,7 +349,7 @@ def _last_of_experts(noted: NotedResult) -> NotedResult | None:
 
 
 def _evaluate(noted: NotedResult) -> None:
-    """Set the value of a result, from values that are known."""
+    """Computes the values of `noted` and of what lies between it and results whose values are known."""
     for result in noted.behind():
         args, kwargs = replaced(NotedResult, lambda operand: operand.value, (result.args, result.kwargs))
         assert result.func is not None

@@ -1,8 +1,8 @@
-"""The operations of one expert over stacked weights, written down so that the rank that holds the expert runs them.
+"""The operations of one expert over stacked weights as data, so that the rank that holds the expert can run them.
 
     steps   [w1[HERE]], [rows 0 @ step 0], [gelu(step 1)], [w2[HERE]], [step 2 @ step 3]
 
-Functions stand in it by torch's names, so that a program that one rank wrote can be read by all.
+Functions are stored by torch's names, so that all ranks can read a program that one rank wrote.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 @dataclass(frozen=True)
 class EarlierResult:
-    """The result of an earlier step."""
+    """Stands for the result of step `step` of the program."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class GivenRows:
-    """A tensor of rows that the expert is given."""
+    """Stands for the `place`-th tensor of rows that the expert is given."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """A stacked weight, by its name in the mixture."""
+    """Stands for a stacked weight, by its name in the mixture."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """A tensor that all experts share, by its name in the mixture."""
+    """Stands for a parameter or buffer that all experts share, by its name in the mixture."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """A function's call; of no name: its argument itself."""
+    """A call of the function named `func` (see `function_of`); "": the step's result is its first argument."""
 
     func: str
     args: tuple
@@ -62,7 +62,7 @@ class ExpertStep:
 
 @dataclass(frozen=True)
 class RowsDtype:
-    """The dtype of the rows."""
+    """Stands for the dtype of the rows."""
 
 
 HERE, ROWS_DTYPE = Here(), RowsDtype()
@@ -76,9 +76,11 @@ _OUR_FUNCTIONS: dict[str, Callable] = {
 class ExpertProgram:
     """An expert's operations.
 
+    steps  the operations in order; the last one's result is the expert's
     way    how the forward picks weights, a key of `ways.WAYS`
-    rows   of each tensor of rows, which dim of the forward's tensor counts experts, if one does
-    made   of `AllExperts`, which dim of the result counts experts; of `PickedExperts`, how many dims the index has
+    rows   for each tensor of rows, the dim of the forward's tensor that counts experts; None if none does
+    made   for `AllExperts` the dim of the result that counts experts; for `PickedExperts` the number of dims of the
+           index; else None
     """
 
     steps: tuple[ExpertStep, ...]
@@ -90,15 +92,17 @@ class ExpertProgram:
         self, place: int, rows: list[torch.Tensor], weight: Callable[[str], torch.Tensor],
         own: Callable[[str], torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Returns the results (n, ...) for rows (n, ...) of the expert at `place` among those held here.
+        """Returns the results (n, ...) of one expert for its tensors of rows (n, ...).
 
-        weight, own  give a stacked weight, and a tensor that all experts share, by name
+        place   index of the expert among those that this rank holds
+        weight  from name to this rank's share of a stacked weight;  own  from name to a tensor that experts share
         """
         way = ways.WAYS[self.way]
         given = [way.given(tensor, dim) for tensor, dim in zip(rows, self.rows, strict=True)]
         results: list[Any] = []
 
         def read(leaf: Any) -> Any:
+            """Returns the value that a stand-in in a step stands for."""
             match leaf:
                 case EarlierResult(step):
                     return results[step]
@@ -121,17 +125,17 @@ class ExpertProgram:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Returns the names of its functions, in order."""
+        """Returns the names of the steps' functions, in order."""
         return tuple(step.func for step in self.steps)
 
     @property
     def names(self) -> frozenset[str]:
-        """Returns the names of the stacked weights that it reads."""
+        """Returns the names of the stacked weights that the program reads."""
         return frozenset(leaf.name for step in self.steps for leaf in step.args if isinstance(leaf, StackedWeight))
 
     @property
     def shared(self) -> frozenset[str]:
-        """Returns the names of the tensors that all experts share."""
+        """Returns the names of the tensors, shared by all experts, that the program reads."""
         leaves = (leaf for step in self.steps for leaf in tensors_in((step.args, step.kwargs), SharedTensor))
         return frozenset(leaf.name for leaf in leaves)
 
@@ -141,13 +145,13 @@ class ExpertProgram:
 
     @staticmethod
     def decoded(text: str) -> ExpertProgram:
-        """Returns the program of which `encoded` gave the text, on a rank of the same job."""
+        """Returns the program that `encoded` made into this text, on a rank of the same job (it is unpickled)."""
         return pickle.loads(base64.b64decode(text))
 
 
 @functools.lru_cache(1024)
 def name_of(func: Callable) -> str | None:
-    """Returns the name by which `function_of` finds a function; None for one that is not torch's."""
+    """Returns the name by which `function_of` finds a function; None if it is neither torch's nor of this package."""
     for name, known in _OUR_FUNCTIONS.items():
         if func is known:
             return name
@@ -160,7 +164,7 @@ def name_of(func: Callable) -> str | None:
 
 @functools.lru_cache(1024)
 def function_of(name: str) -> Callable:
-    """Returns the function of that name."""
+    """Returns the function that `name_of` gave this name (such as "torch.nn.functional.gelu")."""
     if name in _OUR_FUNCTIONS:
         return _OUR_FUNCTIONS[name]
     return functools.reduce(getattr, name.split(".")[1:], torch)

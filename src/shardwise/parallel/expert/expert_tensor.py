@@ -1,9 +1,10 @@
-"""Stacked weights (E, ...) of which a rank holds some, as the forward of a mixture reads them; what is made of them.
+"""Tensors without values that stand for stacked weights (E, ...), and for results computed from them, in a forward.
 
     self.w1            -> ExpertTensor (E, H, I), without values
     x[mine] @ w1[e]    -> ExpertTensor (n, I): the product is noted, not computed
 
-Its operations are noted by `expert_notes`. Nothing of it is in autograd's graph.
+This rank holds only some experts of the weights. `expert_notes` records the operations. `ExpertTensor`s are not in
+autograd's graph.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from shardwise.trace.leaves import tensors_in
 
 
 class ReadOtherwise(Exception):
-    """Stacked weights are read in another way than by experts that compute rows: the reason, for a refusal's text."""
+    """Raised if stacked weights are read other than by experts that compute rows; its text is the reason."""
 
 
 @dataclass(eq=False)
 class NotedResult:
-    """A result of an operation that was noted, or a stacked weight. In `args` it stands for itself.
+    """A node of the recorded graph, which is a stacked weight or the result of a recorded operation.
 
-    func        None for a weight
-    way         how the forward picks the weights behind it
-    forms       its form on the meta device; of all experts, also with one expert more
-    of_weights  whether weights alone are behind it, and no rows
-    weight      the name of the stacked weight that it is; None for an operation's result
-    value       once it is known
+    number        its id; operands have smaller ones
+    func          the operation; None for a weight
+    args, kwargs  its arguments, in which operands that were recorded are `NotedResult`s
+    way           how the forward picks the expert weights that it is computed from
+    forms         meta tensors [form]; for all experts at once [form, form with one expert more]
+    of_weights    whether it is computed from weights alone, without rows
+    weight        the name of the stacked weight that it is; None for an operation's result
+    value         its values, once they are known
     """
 
     number: int
@@ -48,11 +51,11 @@ class NotedResult:
 
     @property
     def operands(self) -> list[NotedResult]:
-        """Returns the noted operands of the operation."""
+        """Returns the operands of the operation that are recorded themselves."""
         return tensors_in((self.args, self.kwargs), NotedResult)
 
     def behind(self) -> list[NotedResult]:
-        """Returns this and all noted results that it hangs on, up to those whose values are known, in order."""
+        """Returns this node and all that it depends on whose values are not known, in order of their numbers."""
         met, todo = dict[int, NotedResult](), [self]
         while todo:
             result = todo.pop()
@@ -63,15 +66,20 @@ class NotedResult:
 
 
 class Notes(Protocol):
-    """What `ExpertTensor`s ask of the notes that they belong to."""
+    """What `ExpertTensor`s need of the recorder that they belong to (`ExpertNotes`)."""
 
     device: torch.device
 
-    def called(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any: ...
+    def called(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """Returns the result of `func`, of this `__name__`, which is called with `ExpertTensor`s."""
+        ...
 
 
 class ExpertTensor(torch.Tensor):
-    """Stands for stacked weights, or for what operations make of them; see the module's docstring."""
+    """A tensor without values that stands for a stacked weight, or for a result computed from it.
+
+    noted  its node in the recorded graph;  notes  the recorder, which answers operations on it
+    """
 
     noted: NotedResult
     notes: Notes
@@ -90,6 +98,7 @@ class ExpertTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Returns the answer of `notes`, or of torch itself if the function reads the shape or dtype alone."""
         kwargs = kwargs or {}
         if all(isinstance(arg, int) for arg in (*args[1:], *kwargs.values())) and _tells_of_form(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -99,26 +108,27 @@ class ExpertTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Raises `ReadOtherwise`, since only code below torch's functions gets here."""
         raise ReadOtherwise(f"{func} reads what stacked weights make past torch's functions")
 
 
 @functools.lru_cache(1024)
 def _tells_of_form(func: Callable) -> bool:
-    """Returns whether a function tells of a tensor's form alone: without values it gives something, and no tensor."""
+    """Whether a function reads a tensor's form alone, since on a meta tensor it returns something without tensors."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         try:
             return not tensors_in([func(torch.empty((1, 1), device="meta"))])
-        except Exception:  # it wants values, or more arguments
+        except Exception:  # it needs values, or more arguments
             return False
 
 
 def empty_form(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a meta tensor of this shape and dtype, made past all modes that watch the forward."""
-    # selective recompute counts operations, and a second forward makes fewer: forms are known by then
+    """Returns a meta tensor of this shape and dtype, made outside of all active dispatch modes."""
+    # selective recompute counts operations, and would see fewer in the second forward, in which forms are cached
     with _disable_current_modes():
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def noted_of(tensor: Any) -> Any:
-    """Returns what is noted of an `ExpertTensor`; anything else as it is."""
+    """Returns the `NotedResult` of an `ExpertTensor`; any other value unchanged."""
     return tensor.noted if isinstance(tensor, ExpertTensor) else tensor

@@ -1,17 +1,17 @@
-"""Find which modules hold experts that can lie on different ranks: by how they are called, then by a trial.
+"""Find modules whose experts can lie on different ranks, first by how they are called, then by a trial.
 
 A candidate holds parameters that share a first dim E, and is called with one float tensor (T, H), one integer tensor
-(T, k) and one float tensor (T, k). On random values in its parameters' place it must then show
+(T, k) and one float tensor (T, k). With random parameters it must then show
 
-    f(x, e, w) = sum over j of f(x, e_j, w_j)           a pair of token and expert adds its own term
+    f(x, e, w) = sum over j of f(x, e_j, w_j)           each pair of token and expert adds its own term
     the same for any order of tokens and any selection of them
-    f on a slice of E, experts counted from the slice's first, = f on all of E
+    f on a slice of E, with experts counted from the slice's first, = f on all of E
 
-which together is all that sending pairs to the holders of their experts relies on. Names mean nothing.
+Expert parallelism relies on nothing else. Names of classes and parameters are not used.
 
-The random parameters overlap in memory, so that the trial of a large stack needs the memory of one expert.
+The random experts overlap in memory, so the trial of a large stack needs the memory of one expert.
 
-Experts that are modules of their own, in a list, are met in the same forward (`listed`).
+The same forward also shows experts that are modules in a list (`listed`) or weights of a routing module (`stacked`).
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import standing_in
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
-_TOKENS = 5
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # times the largest absolute value
+_TOKENS = 5  # in a trial
 
 
 def find_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], ranks: int, dtype_of: DtypeOf
 ) -> list[Stack]:
-    """Returns the modules whose experts can be spread over `ranks`, from one forward and a trial of each.
+    """Returns the modules whose experts can be spread over `ranks` ranks, found by one forward and a trial of each.
 
-    batch  a few samples on the CPU
-    run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
-    Raises `RefusedPlan` with the reason where there is none, or one that is experts by its call and fails the trial.
+    batch     a few samples on the CPU
+    run       (module, batch) -> anything, runs one forward as the engine does
+    dtype_of  from a parameter or buffer to its dtype in that forward
+    Raises `RefusedPlan` with the reason if there are none, or if a module is called as experts are but fails the trial.
     """
     calls, touched, listed = _look(built, batch, run, dtype_of)
     module = built.module
@@ -73,14 +74,14 @@ def find_experts(
             "take the module as it is"
         )
     for stack in stacks:
-        if not stack.members:  # those have been asked (`_dealt_lists`)
-            # of a mixture that deals its rows itself, reads elsewhere have been looked for (`StackedReads`)
+        if not stack.members:  # members' parameters have been checked by `dealt_lists`
+            # with a `program`, `StackedReads` has checked that no other module reads the weights
             _refuse_shared(module, stack, set() if stack.program else touched, ranks)
     return stacks
 
 
 def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf) -> list[Stack]:
-    """Returns the modules of experts that treat each row by itself; arguments as of `find_experts`."""
+    """Returns the modules of experts that can be called with a rank's own rows; arguments as of `find_experts`."""
     stacks = []
     choices = Choices(built.module)
     with choices.watching():
@@ -88,7 +89,7 @@ def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any]
     for path, seen in seen_by_path.items():
         try:
             stacks.append(_tried(built, path, seen, 1))
-        except RefusedPlan:  # its operations are met one by one, as those of any other module
+        except RefusedPlan:  # then it runs on cut tensors, operation by operation, as any other module does
             continue
     tried = {stack.path for stack in stacks}
     for path, chosen in choices.calls.items():
@@ -102,17 +103,20 @@ def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any]
 def holds_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf
 ) -> bool:  # fmt: skip
-    """Returns whether any module is called as experts are; see `find_experts`."""
+    """Whether any module is called as experts are, without a trial; arguments as of `find_experts`."""
     look = _look(built, batch, run, dtype_of)
     return bool(look.calls or look.listed.calls() or any(look.listed.mixtures()))
 
 
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
-    """Raises `RefusedPlan` for experts that are used outside of their module's forward; `touched`: names used there."""
+    """Raises `RefusedPlan` if experts' parameters are used outside of their module's forward.
+
+    touched   names of parameters that operations read outside of candidates
+    """
     inside = set(module.get_submodule(stack.path).modules())
     named = dict(module.named_parameters(remove_duplicate=False))
     mine = {name: named[name] for name in stack.names}
-    for child in set(module.modules()) - inside:  # held by another module too, which may use them in other forwards
+    for child in set(module.modules()) - inside:  # another module holds it too, and may use it in other forwards
         own = {id(param) for param in child._parameters.values() if param is not None}
         touched = touched | {name for name, param in mine.items() if id(param) in own}
     used = sorted(touched & set(stack.names))
@@ -128,7 +132,12 @@ def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: in
 
 @dataclass(frozen=True)
 class CandidateCall:
-    """A candidate's call: rows of `width`, `k` experts each, and the arguments beside the tensors."""
+    """A call of a candidate.
+
+    call          which arguments are rows, experts and weights
+    width         features H of a row;  k  experts of each token
+    args, kwargs  the call's arguments, with None in place of tensors
+    """
 
     call: ExpertCall
     width: int
@@ -138,7 +147,7 @@ class CandidateCall:
 
 
 class _Touched(TorchDispatchMode):
-    """Mode that notes in `seen` the names of parameters that operations read."""
+    """Mode that records in `seen` the names of parameters that operations read. `names`: id of a parameter -> name."""
 
     def __init__(self, names: dict[int, str]):
         super().__init__()
@@ -153,11 +162,11 @@ class _Touched(TorchDispatchMode):
 
 
 class _Look(NamedTuple):
-    """What one forward shows.
+    """What one forward has shown.
 
-    calls      of candidates, by path
-    touched    names of parameters that are used outside of candidates
-    listed     which lists of modules are called as experts are
+    calls    path of each candidate -> its call
+    touched  names of parameters that operations read outside of candidates
+    listed   the record of lists of modules, and of stacked weights, that are used as experts are
     """
 
     calls: dict[str, CandidateCall]
@@ -166,21 +175,22 @@ class _Look(NamedTuple):
 
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
-    """Returns what one forward shows, on tensors without values if it can run on these (routing: `known_values`)."""
+    """Returns what one forward shows, on fake tensors if it can run on these (`known_values` follows the routing)."""
     with as_real():
         try:
             return _forward(built, batch, run, dtype_of, Fake())
-        except Exception:  # whatever a forward does that tensors without values cannot: real ones decide
+        except Exception:  # a forward may do anything that fake tensors do not support, so real ones decide
             return _forward(built, batch, run, dtype_of, None)
 
 
 def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None) -> _Look:
-    """Returns what `_look` does, from one forward on tensors of the mode `fake`, or, if None, on real ones."""
+    """Returns the `_Look` of one forward, on tensors of the mode `fake`; on real ones if that is None."""
     module = built.module
     state = ModuleState(module)
     calls: dict[str, CandidateCall] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what stands in for a parameter or buffer in the forward."""
         if fake is None:
             return built.value(name).to(dtype_of(tensor), copy=True)
         with fake:
@@ -199,7 +209,7 @@ def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: F
 
 
 def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractContextManager[None]:
-    """Context: candidates note their calls, and return tensors of the right shape instead of computing."""
+    """Context in which candidates record their calls in `calls`, and return empty tensors instead of computing."""
     return other_forwards(
         {
             child: _recorder(child, path, calls)
@@ -210,7 +220,10 @@ def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractCont
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Returns the sizes of its parameters' first dims, the parameter with most elements first; not those of lists."""
+    """Returns the sizes of dim 0 of a module's parameters of two or more dims, the size with most elements first.
+
+    Sizes of 1 and parameters of alike modules in a list (`alike_lists`) are left out.
+    """
     elements: dict[int, int] = {}
     listed = {id(param) for alike in alike_lists(child) for member in alike for param in member.parameters()}
     for param in child.parameters():
@@ -220,10 +233,14 @@ def _first_dims(child: nn.Module) -> list[int]:
 
 
 def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> Callable:
-    """Returns a forward that notes the call in `calls` and returns empty rows, if it is a call of experts."""
+    """Returns a forward that records calls of experts in `calls[path]` and returns uninitialised rows for them.
+
+    Other calls run the module's own forward. The forward raises `RefusedPlan` if calls differ in their arguments.
+    """
     own = child.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Records the call, or runs the module."""
         call = read_call(args, kwargs)
         if call is None:
             return own(*args, **kwargs)
@@ -238,7 +255,10 @@ def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> C
 
 
 def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
-    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None if its tensors are others."""
+    """Returns which arguments are rows (T, H), experts (T, k) and weights (T, k); None if the tensors are not these.
+
+    If H equals k, rows and weights cannot be told apart, so the result is None too.
+    """
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
     if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):
@@ -247,7 +267,7 @@ def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
     floats = [(key, value) for key, value in tensors if value.is_floating_point()]
     if len(whole) != 1 or len(floats) != 2:
         return None
-    (index, experts), wanted = whole[0], whole[0][1].shape  # H == k: rows and weights look alike, and it is none
+    (index, experts), wanted = whole[0], whole[0][1].shape
     weights = [key for key, value in floats if value.shape == wanted]
     rows = [key for key, value in floats if value.shape != wanted and value.shape[0] == experts.shape[0]]
     return ExpertCall(rows[0], index, weights[0]) if len(weights) == len(rows) == 1 else None
@@ -257,11 +277,14 @@ def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
 
 
 def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
-    """Returns the stack of a candidate. Raises `RefusedPlan` with what the trial showed."""
+    """Returns the stack of a candidate that passes the trial; raises `RefusedPlan` with the reason if it does not.
+
+    seen   its call;  ranks  size of ep
+    """
     child = built.module.get_submodule(path)
     sizes = _first_dims(child)
     reasons = []
-    for experts in sizes:  # which of the first dims counts experts is not known: each is tried
+    for experts in sizes:  # parameters may differ in dim 0, and any of these sizes may be the number of experts
         if experts % ranks:
             reasons.append(f"its {experts} experts cannot be dealt evenly over {ranks} ranks")
             continue
@@ -275,7 +298,8 @@ def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
     ]
     even = sizes[0] % ranks == 0
     remedy = "use ep=1 (zero=3 over the same ranks shards what trains)" if even else "use another ep, or ep=1"
-    if trained and even and not any(stacked for _, stacked in trained):  # as peft's target_parameters has it
+    # as with peft's `target_parameters`: what trains is not stacked by expert, which the message then says
+    if trained and even and not any(stacked for _, stacked in trained):
         more = f" and {len(trained) - 1} more" if trained[1:] else ""
         reasons[0] += f" ('{trained[0][0]}'{more}, which train, are of all experts together)"
         remedy += ", or adapt layers beside the experts"
@@ -283,14 +307,14 @@ def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
 
 
 class _Failed(Exception):
-    """The reason why a trial failed, for the refusal's text."""
+    """Raised if a trial fails; its text is the reason, for a refusal."""
 
 
 def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
-    """Returns the stack with the `counters` that a trial found; `_Failed` where it does not behave as experts do."""
+    """Returns the stack with `counters` as a trial found them; raises `_Failed` if it does not behave as experts do."""
     try:
         return _trial_in(torch.float64, built, seen, stack, ranks)
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # kernels without float64
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # some kernels have no float64
         try:
             return _trial_in(torch.float32, built, seen, stack, ranks)
         except (RuntimeError, NotImplementedError, TypeError):
@@ -298,11 +322,12 @@ def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack
 
 
 def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or its class's name if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
-    """Returns the stack with its counters, by a trial on random weights of this dtype."""
+    """Returns the stack with its counters, from a trial on random weights of this dtype; raises `_Failed`."""
     child = built.module.get_submodule(stack.path)
     state = ModuleState(child)
     generator = torch.Generator().manual_seed(0)
@@ -310,7 +335,8 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
     made: dict[str, torch.Tensor] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # buffers (tables, counters) have the values that the forward expects; of weights any will do
+        """Returns what stands in for a parameter or buffer in the trial."""
+        # a forward may rely on values of buffers (tables, counters), but not of weights
         if isinstance(tensor, nn.Parameter):
             made[name] = random_weight(tensor, dtype, generator, stacked=name in leaves)
             return made[name]
@@ -327,7 +353,11 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
 
 
 class _Trial:
-    """A module of experts on random values in place of its parameters."""
+    """The trial of a module whose parameters are random.
+
+    seen     its call;  experts  the number E that is tried
+    stacked  names in the module of the parameters (E, ...)
+    """
 
     def __init__(self, child: nn.Module, seen: CandidateCall, experts: int, stacked: set[str], dtype: torch.dtype,
                  generator: torch.Generator):  # fmt: skip
@@ -336,7 +366,7 @@ class _Trial:
         self.rows = torch.randn(_TOKENS, seen.width, generator=generator).to(dtype)
 
     def _call(self, rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the module's result (T, H) of rows, experts and weights (T, k); `_Failed` for another shape."""
+        """Returns the module's result (T, H) for rows (T, H), index (T, k), weight (T, k); else raises `_Failed`."""
         args, kwargs = self.seen.call.made(
             self.seen.args, self.seen.kwargs, rows.clone(), index.clone(), weight.clone()
         )
@@ -346,19 +376,17 @@ class _Trial:
         return out
 
     def _same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two results agree up to rounding and are finite."""
         return bool(((a - b).abs().max() <= _TOLERANCE[self.dtype] * b.abs().max()) & b.isfinite().all())
 
     def _draw(self, low: int, high: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (distinct experts in [low, high), weights) for each token, (T, k) both."""
+        """Returns random (experts (T, k), weights (T, k)); a token's experts are distinct and in [low, high)."""
         drawn = [low + torch.randperm(high - low, generator=self.generator)[:k] for _ in range(_TOKENS)]
         weight = 0.1 + torch.rand(_TOKENS, k, generator=self.generator)
         return torch.stack(drawn), weight.to(self.dtype)
 
     def pairs_add_up(self) -> None:
-        """Compare one call with one for each choice of every token, tokens in another order and in two parts.
-
-        Raises `_Failed` where they differ.
-        """
+        """Raises `_Failed` unless one call equals the sum of calls for one choice each, on two parts of the tokens."""
         index, weight = self._draw(0, self.experts, min(self.seen.k, self.experts))
         together = self._call(self.rows, index, weight)
         order = torch.randperm(_TOKENS, generator=self.generator)
@@ -373,13 +401,16 @@ class _Trial:
             )
 
     def counters(self, ranks: int) -> tuple[str, ...]:
-        """Returns the integer attributes to set to a rank's number of experts so that its slice gives what all give."""
+        """Returns the names of integer attributes that must be set to a rank's number of experts.
+
+        With these, each rank's slice of the parameters gives what all of them give; raises `_Failed` if none do.
+        """
         named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
-        # none, all, one, two: an attribute may equal the number of experts without counting them (a width)
+        # not simply all: an attribute may equal the number of experts without counting them (a width)
         choices = [(), tuple(named), *((name,) for name in named)]
         choices += [pair for pair in itertools.combinations(named, 2) if len(named) > 2]
         owners = sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1} - {ranks})
-        for counters in dict.fromkeys(choices):  # the first that is right
+        for counters in dict.fromkeys(choices):
             if all(self._slice_agrees(owner, ranks, counters) for owner in owners):
                 return counters
         raise _Failed(
@@ -388,7 +419,7 @@ class _Trial:
         )
 
     def _slice_agrees(self, owner: int, ranks: int, counters: tuple[str, ...]) -> bool:
-        """Returns whether rank `owner`'s slice of the experts gives what all of them give, with these counters set."""
+        """Whether rank `owner`'s slice of the experts gives what all of them give, with these counters set."""
         size = self.experts // ranks
         local = torch.cat([torch.randperm(size, generator=self.generator) for _ in range(-(-_TOKENS // size))])
         local, weight = local[:_TOKENS, None], self._draw(0, self.experts, 1)[1]
@@ -396,11 +427,12 @@ class _Trial:
         named = {id(param): name for name, param in self.child.named_parameters()}
 
         def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            """Returns the owner's slice of a stacked parameter; any other tensor unchanged."""
             return tensor.narrow(0, owner * size, size) if named.get(id(tensor)) in self.stacked else tensor
 
         with standing_in(self.child, cut), counting(self.child, counters, size):
             try:
                 part = self._call(self.rows, local, weight)
-            except (RuntimeError, IndexError, ValueError):  # sizes that do not meet: these are not the counters
+            except (RuntimeError, IndexError, ValueError):  # sizes do not match with these counters
                 return False
         return self._same(part, whole)

@@ -1,10 +1,10 @@
-"""Find mixtures that choose and deal in their own forward over stacked weights, and try whether `stacked` can run them.
+"""Find modules that route tokens to stacked weights in their own forward, and try whether `stacked` can run them.
 
-A candidate is the smallest module whose forward reads all weights (E, ...) of three dims or more that share an E, in
-which rows were chosen (`topk`, `argmax`, a mask) or a softmax over E ran, or which is given rows of each expert, or
-choices by the module that made them. On random weights it must show what experts in a list must (`listed`): two
-forwards give what one gives, results and gradients, and an expert treats rows apart. Weights of two dims (biases; but a
-router may have as many rows) belong to the experts if that works.
+A candidate is the smallest module whose forward reads all weights (E, ...) of three or more dims that share an E, if
+it chose rows (`topk`, `argmax`, a mask), ran a softmax over E, is called with rows of each expert, or is called with
+choices by the module that made them. On random weights it must show what experts in a list must (`listed`), namely
+that two forwards give the results and gradients of one, and that an expert treats rows independently. Weights (E, n)
+may be biases of experts or a router's weight; the trial decides which of them are the experts'.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ _MOST_TRIALS = 16  # of subsets of the weights of two dims
 
 
 class StackedReads(ListedCalls):
-    """Mode that watches, beside lists, which modules run while stacked weights are read."""
+    """Mode that records, beside what `ListedCalls` does, which modules run while stacked weights are read.
+
+    shapes   name of each parameter -> its shape
+    readers  name of a weight with dim 0 of 2 or more -> the modules, outermost first, that ran at each of its reads
+    given    module -> (args, kwargs) of its first call
+    """
 
     def __init__(self, module: nn.Module, named: dict[str, torch.Tensor]):
         super().__init__(module)
         self._stacked = {id(p): name for name, p in named.items() if p.dim() >= 2 and p.shape[0] >= 2}
         self.shapes = {name: tuple(p.shape) for name, p in named.items()}
-        self.readers: dict[str, tuple[nn.Module, ...]] = {}  # by weight: the modules that ran at each of its reads
-        self.given: dict[nn.Module, tuple[tuple, dict]] = {}  # of the first call of each module
-        self._weighted: set[tuple[nn.Module, int]] = set()  # modules and the sizes of dims over which a softmax ran
-        self.watched = True  # lists or not
+        self.readers: dict[str, tuple[nn.Module, ...]] = {}
+        self.given: dict[nn.Module, tuple[tuple, dict]] = {}
+        self._weighted: set[tuple[nn.Module, int]] = set()  # (module, size of a dim over which it ran a softmax)
+        self.watched = True  # even if there are no lists of modules
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         running = tuple(child for child, _, _ in self._running)
@@ -68,9 +73,10 @@ class StackedReads(ListedCalls):
         super()._entered(child, args, kwargs)
 
     def mixtures(self, *, softly: bool = False) -> Iterator[tuple[nn.Module, int, list[str], list[str]]]:
-        """Yields (module, E, weights (E, ...) of three dims and more, those of two) of each candidate.
+        """Yields (module, E, names of weights (E, ...) of three or more dims, names of weights (E, n)) of candidates.
 
-        softly  those alone in which nothing was chosen, but a softmax ran over E times some slots
+        softly  whether to yield only modules that chose nothing, but ran a softmax over a multiple of E (soft routing
+                to slots), in place of those that chose
         """
         groups: dict[tuple[nn.Module, int], list[str]] = {}
         for name, chain in self.readers.items():
@@ -89,7 +95,10 @@ class StackedReads(ListedCalls):
                 yield child, experts, large, small
 
     def _routes(self, child: nn.Module, experts: int, large: list[str]) -> bool:
-        """Returns whether rows were chosen in the module, or by the one that calls it with what looks like choices."""
+        """Whether rows were chosen in the module, or the caller chose and passed what looks like choices.
+
+        large   names of its weights (E, ...) of three or more dims
+        """
         if any(child in running for running in self._chose) or (child, experts) in self._weighted:
             return True
         integers = [t for t in tensors_in(self.given[child]) if not t.is_floating_point()]
@@ -99,7 +108,7 @@ class StackedReads(ListedCalls):
             return True
         chain = self.readers[large[0]]
         above = chain[chain.index(child) - 1] if chain.index(child) else None
-        # integers (which rows are whose), or rows of each expert of each sample
+        # arguments that may be choices are integer indices, or rows of each expert of each sample
         told = bool(integers) or any(experts in t.shape[:-1] for t in rows)
         return told and any(above in running[-2:] for running in self._chose)
 
@@ -107,12 +116,12 @@ class StackedReads(ListedCalls):
 def dealt_stacked(
     built: Built, reads: StackedReads, taken: Sequence[Stack], ranks: int
 ) -> tuple[list[Stack], list[str]]:  # fmt: skip
-    """Returns (mixtures over stacked weights that can be dealt, [why another one's cannot]).
+    """Returns (stacks of mixtures over stacked weights that can be dealt, [why others cannot]).
 
-    taken  modules of experts that were found already
+    reads  what one forward has shown;  taken  stacks that were found already;  ranks  size of ep
     """
     stacks, reasons = _dealt(built, reads, taken, ranks, softly=False)
-    # stacked weights may be an attention's heads, so a softmax of such a size is asked last
+    # stacked weights may also be attention heads, so modules with only a softmax are tried last
     if not stacks and not taken:
         stacks, more = _dealt(built, reads, taken, ranks, softly=True)
         reasons += more
@@ -122,8 +131,10 @@ def dealt_stacked(
 def _dealt(
     built: Built, reads: StackedReads, taken: Sequence[Stack], ranks: int, *, softly: bool
 ) -> tuple[list[Stack], list[str]]:  # fmt: skip
+    """Returns what `dealt_stacked` does, for the candidates of `reads.mixtures(softly=softly)`."""
     stacks, reasons = [], []
-    tried: dict[str, Stack | str] = {}  # layers of a model are mostly alike
+    # text of a mixture's form -> outcome of its trial, since most layers of a model are alike
+    tried: dict[str, Stack | str] = {}
     names_taken = {name for stack in taken for name in stack.names}
     for child, experts, large, small in reads.mixtures(softly=softly):
         path = reads.paths[child]
@@ -153,7 +164,11 @@ def _dealt(
 def _tried(
     built: Built, call: ListedCall, given: tuple[tuple, dict], experts: int, large: list[str], small: list[str]
 ) -> Stack | str:  # fmt: skip
-    """Returns the stack that a trial ran, its weights by their names in the mixture; why not, where none did."""
+    """Returns the stack of a mixture that passes the trial, with names relative to the mixture; else the reason.
+
+    call, given   its call, and the (args, kwargs) of it;  experts  the number E
+    large, small  names of the weights that are experts', and of weights (E, n), of which subsets are tried
+    """
     child, why = built.module.get_submodule(call.path), ""
     large, small = ([name.removeprefix(f"{call.path}.") for name in names] for names in (large, small))
     subsets = (list(chosen) for count in range(len(small), -1, -1) for chosen in itertools.combinations(small, count))
@@ -174,19 +189,25 @@ def _tried(
 
 
 def _by_rows(built: Built, child: nn.Module, stack: Stack, given: tuple[tuple, dict]) -> Stack:
-    """Returns the stack, told how its mixture is called where it may be given a rank's own rows alone."""
+    """Returns the stack, with `call` and `sums` set if the mixture may be called with a rank's own rows alone.
+
+    given   (args, kwargs) of a call of the mixture
+    """
     chosen = read_rows(*given)
     if chosen is None:
         return stack
     values = _random(built, stack.path, stack.names, torch.float64, torch.Generator().manual_seed(0))
-    # weights of a stack overlap in memory
+    # random experts overlap in memory, so a stack counts as one expert
     held = sum(p.numel() // (stack.experts if name in stack.names else 1) for name, p in child.named_parameters())
     sums = sums_of_rows(child, chosen, values, held)
     return stack if sums is None else replace(stack, call=chosen.call, sums=tuple(sums.items()))
 
 
 def _random(built: Built, path: str, names: Sequence[str], dtype: torch.dtype, generator: torch.Generator) -> Values:
-    """Returns a function that gives random weights of a mixture, those of its experts in the memory of one."""
+    """Returns a function (name in the mixture, tensor) -> random values; those of `names` overlap across experts.
+
+    A buffer keeps its own values.
+    """
     own = random_weights(built, path, dtype, generator)
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:

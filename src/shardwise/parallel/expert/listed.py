@@ -1,13 +1,13 @@
-"""Find mixtures whose experts are modules of their own, in a list, and try whether two forwards can run them.
+"""Find mixtures whose experts are modules in a list, and try whether two forwards can run them (`two_passes`).
 
 A candidate is a module that calls members of a list (`nn.ModuleList`, `nn.ModuleDict`) of one class and one set of
-shapes, on rows that it chose: an operation that chooses (`topk`, `argmax`, `nonzero`, a mask) ran in it, outside of the
-experts, and they were given different tensors. On random weights it must then show that
+shapes, on rows that it chose. That is, an operation that chooses (`topk`, `argmax`, `nonzero`, a mask) ran in it,
+outside of the experts, and members were given different tensors. On random weights it must then show that
 
-    two forwards (`two_passes`) give what one gives, results and gradients
-    an expert treats rows apart: f([a, b]) = [f(a), f(b)]
+    two forwards give the results and gradients of one
+    an expert treats rows independently, f([a, b]) = [f(a), f(b)]
 
-Names mean nothing. A chain of blocks fails the first: a block's rows are what another gave.
+Names are not used. A chain of blocks fails the first, since a block's rows are another block's results.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from shardwise.trace.stand_in import standing_in
 _ATEN = torch.ops.aten
 _CHOOSE = {_ATEN.topk, _ATEN.argmax, _ATEN.sort, _ATEN.argsort}
 _BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
-_IN_16_BITS = 0.02
-_ROWS = 5
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # times the largest absolute value
+_IN_16_BITS = 0.02  # the same for 16-bit dtypes
+_ROWS = 5  # of an expert's trial
 _PLAIN = (bool, int, float, str)
-_COMPARED = 2**16  # elements of an expert's weight whose gradient is compared: those of others follow from its rows'
+_COMPARED = 2**16  # gradients of larger weights are not compared, since they follow from those of the rows
 
 
 @dataclass(frozen=True)
 class ListedCall:
-    """A mixture's call: its path, its arguments without tensors' values, and how its experts are called.
+    """A call of a mixture, and how it calls its experts.
 
-    members  paths of the experts
-    keys     the arguments by which an expert gets its rows; None: it is called otherwise
+    path          of the mixture;  members  paths of its experts
+    args, kwargs  arguments of the mixture, with a `Described` in place of each tensor
+    keys          the arguments by which an expert gets its rows, all of them; None: experts are called in other ways
     """
 
     path: str
@@ -68,17 +69,24 @@ class ListedCall:
 
 @dataclass
 class _List:
-    """A list of alike modules while a forward is watched; see `ListedCall`."""
+    """What a watched forward shows of one list of alike modules.
+
+    members  module -> its path
+    caller   the module that called a member first, with (args, kwargs) `given`; None: no member was called
+    keys     as in `ListedCall`, of the first call
+    rows     the first tensor of each member's call; None: no member was called
+    alike    whether all calls come from one caller and use the same keys
+    """
 
     members: dict[nn.Module, str]
     caller: nn.Module | None = None
-    given: tuple[tuple, dict] = ((), {})  # to the caller
+    given: tuple[tuple, dict] = ((), {})
     keys: tuple[Key, ...] | None = None
-    rows: list[torch.Tensor] | None = None  # the first tensor of each call
-    alike: bool = True  # all calls come from one caller, by the same keys
+    rows: list[torch.Tensor] | None = None
+    alike: bool = True
 
     def note(self, caller: tuple[nn.Module, tuple, dict], args: tuple, kwargs: dict) -> None:
-        """Add a call of a member."""
+        """Records a call of a member with `args` and `kwargs`. `caller`: (calling module, its own args, kwargs)."""
         keys = (*range(len(args)), *kwargs)
         tensors = rows_of(keys, args, kwargs)
         if self.rows is None:
@@ -89,14 +97,15 @@ class _List:
 
     @property
     def routed(self) -> bool:
-        """Whether members were given different tensors: where all get one, none of its rows was chosen."""
+        """Whether members got different tensors (if all got the same one, no rows were chosen), or one was called."""
         return self.rows is not None and (len(self.rows) == 1 or len(set(map(id, self.rows))) > 1)
 
 
 class ListedCalls(TorchDispatchMode):
-    """Mode that watches which lists of alike modules are called as experts are.
+    """Mode that records how the members of lists of alike modules are called in a forward.
 
-    outside  names of members' parameters that an operation read while none of their list ran
+    paths    module -> its path;  lists  one `_List` for each list;  watched  whether there is anything to record
+    outside  names of members' parameters that an operation read while no member of their list was running
     """
 
     def __init__(self, module: nn.Module):
@@ -123,7 +132,7 @@ class ListedCalls(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context: notes which modules run."""
+        """Context in which the mode is active and knows which modules are running."""
         handles = []
         for child in self.paths if self.watched else ():
             handles += [
@@ -146,7 +155,7 @@ class ListedCalls(TorchDispatchMode):
         self._running.pop()
 
     def calls(self) -> list[ListedCall]:
-        """Returns the calls of lists whose members may be experts."""
+        """Returns one `ListedCall` for each list whose members may be experts, since their caller chose rows."""
         calls = []
         for group in self.lists:
             if group.caller is not None and group.routed and self._chooses(group):
@@ -156,30 +165,33 @@ class ListedCalls(TorchDispatchMode):
         return calls
 
     def rows_alone(self, path: str) -> Chosen | None:
-        """Returns the call of a mixture where rows (..., H) are its only tensor; else None."""
+        """Returns the call of the mixture at `path` if rows (..., H) are its only tensor; else None."""
         group = next(group for group in self.lists if group.caller is not None and self.paths[group.caller] == path)
         return read_rows(*group.given)
 
     def _chooses(self, group: _List) -> bool:
-        """Whether the caller chose something itself, or a module that it called, members aside."""
+        """Whether the caller, or a module that it called other than members, ran an operation that chooses."""
         chose = (running[running.index(group.caller) :] for running in self._chose if group.caller in running)
         return any(not any(child in group.members for child in inside) for inside in chose)
 
 
 def alike_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yields the members of each list of two or more modules of one class, with weights of the same shapes."""
+    """Yields, for each list in `module`, its members that have weights, if these are two or more and alike.
+
+    Alike are modules of one class whose weights have the same names and shapes.
+    """
     for holder in module.modules():
         if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
             continue
         members = [child for child in holder.children() if next(child.parameters(), None) is not None]
         forms = {(type(child), *((name, tuple(p.shape)) for name, p in child.named_parameters())) for child in members}
-        if len(members) > 1 and len(forms) == 1:  # a dropout may lie beside them
+        if len(members) > 1 and len(forms) == 1:
             yield members
 
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor of a call: its shape and dtype, and the values of integers where they are known."""
+    """A tensor of a call as its shape, dtype, and values; `values` is None for floats and for unknown integers."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -187,6 +199,7 @@ class Described:
 
 
 def described(tensor: torch.Tensor) -> Described:
+    """Returns a tensor's description, for a fake tensor with the values that are known of it."""
     values = shadow(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
     return Described(tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else values)
 
@@ -195,9 +208,13 @@ def described(tensor: torch.Tensor) -> Described:
 
 
 def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Stack], list[str]]:
-    """Returns (mixtures whose experts, modules in a list, can be dealt, [why another one's cannot])."""
+    """Returns (stacks of mixtures whose experts, modules in a list, can be dealt, [why others cannot]).
+
+    listed  what one forward has shown;  ranks  size of ep
+    """
     stacks, reasons = [], []
-    tried: dict[str, Exception | bool] = {}  # layers of a model are mostly alike
+    # text of a mixture's form -> outcome of its trial, since most layers of a model are alike
+    tried: dict[str, Exception | bool] = {}
     for call in listed.calls():
         told, experts = f"'{call.path}' gives rows to the modules of a list", len(call.members)
         try:
@@ -210,7 +227,7 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
             outcome = tried[form]
             if isinstance(outcome, Exception):
                 raise outcome
-        except Chained:  # as most lists of a module are: no experts
+        except Chained:  # an ordinary list of blocks
             continue
         except FailedTrial as failed:
             reasons.append(f"{told}, but {failed}")
@@ -219,8 +236,8 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
         if used:
             reasons.append(f"{told}, but '{used[0]}' is used outside of its module, where a rank has only its own")
             continue
-        # one whose input is no tensor of rows, or where one row hangs on others, is dealt all the same, but not
-        # beside axes that cut positions, where it would be given a rank's rows alone (engine/experts: rows_alone)
+        # without `call`, if its input is no single tensor of rows or rows interact, it is still dealt, but refused
+        # together with axes that cut positions, which need a call with a rank's rows alone (engine/experts)
         own = listed.rows_alone(call.path)
         sums = None if own is None else sums_of_rows(
             built.module.get_submodule(call.path), own, random_weights(built, call.path)
@@ -233,7 +250,7 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
 
 
 def form_of(module: nn.Module, call: ListedCall) -> str:
-    """Returns text that is the same for mixtures of the same classes, plain attributes, shapes and arguments."""
+    """Returns text that is equal for calls of mixtures of the same classes, plain attributes, shapes and arguments."""
     child = module.get_submodule(call.path)
     modules = [
         (path, type(inner), {key: _told_of(value) for key, value in vars(inner).items()})
@@ -245,12 +262,12 @@ def form_of(module: nn.Module, call: ListedCall) -> str:
 
 
 def _told_of(value: Any) -> Any:
-    """Returns what tells attributes apart that decide what a forward computes: a plain value, a function's name."""
+    """Returns a plain value itself, the name of a function or class, and "" for any other attribute."""
     return value if isinstance(value, _PLAIN) else getattr(value, "__qualname__", "")
 
 
 def _outcome(built: Built, call: ListedCall) -> Exception | bool:
-    """Returns what the trial of a mixture raises; where it may be dealt, whether its experts draw."""
+    """Returns the exception that the trial of a mixture raises; if it passes, whether experts use random numbers."""
     try:
         return try_listed(built.module, call, partial(alike_weights, built, call.path, call.members))
     except (FailedTrial, Chained) as failed:
@@ -258,10 +275,13 @@ def _outcome(built: Built, call: ListedCall) -> Exception | bool:
 
 
 def _names_of_members(module: nn.Module, members: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names of all their weights; `FailedTrial` for one that others hold too, or that has no rows."""
+    """Returns the names of all weights of the members.
+
+    Raises `FailedTrial` for a weight that several modules hold, or without dims, since it cannot have size 0 elsewhere.
+    """
     names = [(name, param) for path in members for name, param in module.get_submodule(path).named_parameters(path)]
     homes = Counter(id(param) for child in module.modules() for param in child._parameters.values())
-    several = Counter(id(param) for _, param in names)  # those of one module that several members hold
+    several = Counter(id(param) for _, param in names)  # more than 1 if several members hold the same submodule
     for name, param in names:
         if homes[id(param)] > 1 or several[id(param)] > 1:
             raise FailedTrial(f"'{name}' is held by several modules, and lies on the ranks of one expert alone")
@@ -274,21 +294,22 @@ def _names_of_members(module: nn.Module, members: Sequence[str]) -> tuple[str, .
 
 
 class FailedTrial(Exception):
-    """The reason why modules in a list are no experts that can be dealt, for a refusal's text."""
+    """Raised if experts cannot be dealt; its text is the reason, for a refusal."""
 
 
 class Chained(Exception):
-    """Modules of a list whose rows hang on what another of them gave, as a chain of blocks is, or on earlier calls."""
+    """Raised if a member's rows depend on another member's result, as in a chain of blocks, or on earlier calls."""
 
 
 Make = Callable[[torch.dtype, torch.Generator], Callable[[str, torch.Tensor], torch.Tensor]]
 
 
 def try_listed(module: nn.Module, call: ListedCall, make: Make, listed: ListedExperts | None = None) -> bool:
-    """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, where two forwards do not give what one gives.
+    """Whether a mixture's experts use random numbers, if it passes the trial; else raises `FailedTrial` or `Chained`.
 
-    make    (dtype, generator) -> function that gives random weights by (name in the mixture, parameter)
-    listed  what runs the mixture twice; None: the call's members
+    call    of the mixture
+    make    (dtype, generator) -> function from (name in the mixture, tensor) to what stands in for it
+    listed  runs the mixture's forward twice; None: a `ListedExperts` of the call's members
     """
     if call.keys is None:
         raise FailedTrial("its modules are called with other things than rows (n, ...) alone, or in several ways")
@@ -296,7 +317,7 @@ def try_listed(module: nn.Module, call: ListedCall, make: Make, listed: ListedEx
         return _try_in(torch.float64, module, call, make, listed)
     except (FailedTrial, Chained):
         raise
-    except Exception as error:  # kernels without float64, or anything of the module's own
+    except Exception as error:  # a kernel without float64, or any error of the module's own
         try:
             return _try_in(torch.float32, module, call, make, listed)
         except (FailedTrial, Chained):
@@ -309,17 +330,16 @@ def try_listed(module: nn.Module, call: ListedCall, make: Make, listed: ListedEx
 def _try_in(
     dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make, given: ListedExperts | None
 ) -> bool:  # fmt: skip
-    """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, unless two forwards give what one gives.
+    """Returns, or raises, what `try_listed` does, from a trial on random weights of this dtype.
 
-    On random weights of this dtype. What is drawn by torch's operations is one number for all: two forwards draw in
-    another order.
+    torch's random operations give a constant meanwhile, since two forwards call them in another order than one.
     """
     child = module.get_submodule(call.path)
     generator = torch.Generator().manual_seed(0)
     experts = [module.get_submodule(path) for path in call.members]
     state, training = ModuleState(child), {inner: inner.training for inner in child.modules()}
     for inner in training:
-        inner.training = True  # as in a step: a constructor may leave it otherwise, and what draws does so then
+        inner.training = True  # as in a step, so that dropout is seen
     try:
         draws = torch.random.fork_rng(devices=[]), python_restored()
         with draws[0], draws[1], torch.enable_grad(), standing_in(child, make(dtype, generator)):
@@ -348,9 +368,10 @@ def _try_in(
 
 
 def _inputs(call: ListedCall, dtype: torch.dtype, generator: torch.Generator) -> tuple[tuple, dict]:
-    """Returns arguments of a mixture's call: random floats, integers as they were."""
+    """Returns (args, kwargs) of a mixture's call, with random floats, and integers as they were; or `FailedTrial`."""
 
     def made(form: Described) -> torch.Tensor:
+        """Returns a tensor for a described one."""
         if form.dtype.is_floating_point:
             return torch.randn(form.shape, generator=generator, dtype=dtype).requires_grad_()
         if form.values is None:
@@ -360,13 +381,16 @@ def _inputs(call: ListedCall, dtype: torch.dtype, generator: torch.Generator) ->
     return tree_map_only(Described, made, (call.args, call.kwargs))
 
 
-Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]]
+Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]]  # (float results, gradients; None: not reached)
 
 
 def _result(
     run: Callable[..., Any], inputs: tuple[tuple, dict], weights: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Outcome:
-    """Returns ([float tensors that a mixture gives], [gradient of each input and weight]); raises `FailedTrial`."""
+    """Returns ([float results of `run`], [gradient of each float input and weight, of a random weighting of these]).
+
+    Raises `FailedTrial` if no result requires a gradient.
+    """
     generator.manual_seed(1)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor * 1, inputs)  # a forward may write into them
     with ConstantRandom().watching(nn.Module()):
@@ -381,11 +405,13 @@ def _result(
 
 
 def _same(one: Outcome, two: Outcome, dtype: torch.dtype) -> bool:
+    """Whether two outcomes agree up to rounding, and gradients are None in the same places."""
     pairs = [*zip(one[0], two[0], strict=True), *zip(one[1], two[1], strict=True)]
     return all(_close(a, b, dtype) if a is not None and b is not None else a is b for a, b in pairs)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors have one shape, agree up to rounding in `dtype`, and `b` is finite."""
     if a.shape != b.shape or not b.numel():
         return a.shape == b.shape
     return bool(((a - b).abs().max() <= _TOLERANCE.get(dtype, _IN_16_BITS) * b.abs().max()) & b.isfinite().all())
@@ -394,17 +420,20 @@ def _close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
 def _rows_apart(
     listed: ListedExperts, asked: Sequence[RowsAsked], dtype: torch.dtype, generator: torch.Generator
 ) -> bool:
-    """Returns whether experts draw. Raises `FailedTrial` where their result for a row depends on other rows."""
+    """Whether experts use torch's random numbers; raises `FailedTrial` if a row's result depends on other rows.
+
+    asked   the calls of experts in one forward, of which the first is tried
+    """
     draws = False
-    for call in asked[:1]:  # they are of one class and one set of shapes
-        # of its own dtype, which a cast of the module's may have made
+    for call in asked[:1]:  # one is enough, since experts are of one class and one set of shapes
+        # in the dtypes of the call, in which the mixture may have cast its rows
         tensors = [torch.randn((_ROWS, *tensor.shape[1:]), generator=generator, dtype=dtype).to(tensor.dtype)
                    if tensor.is_floating_point() else tensor[:1].expand(_ROWS, *tensor.shape[1:])
                    for tensor in call.tensors]  # fmt: skip
         before, by_python = torch.get_rng_state(), random.getstate()
         listed.call(call.expert, tensors)
         draws = not torch.equal(before, torch.get_rng_state())
-        if by_python != random.getstate():  # which all ranks draw alike, each for its own experts
+        if by_python != random.getstate():  # one sequence of numbers for all experts, of which a rank runs only some
             raise FailedTrial("an expert draws by Python's generator, and its rank runs other experts than one process")
         with ConstantRandom().watching(nn.Module()):
             together = listed.call(call.expert, tensors)

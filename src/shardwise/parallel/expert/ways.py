@@ -1,12 +1,12 @@
-"""The ways in which a forward picks stacked weights (E, ...), and the rows that each expert is given by them.
+"""The four ways in which a forward picks stacked weights (E, ...), and which rows each expert gets.
 
-    OneExpert      w[e]                   the rows that meet it
-    AllExperts     rows with a dim of E   an expert's own along it, or all rows where they have no such dim
-    SortedRows     a grouped product      those between its offset and the one before
-    PickedExperts  w[index]               those whose index names it
+    OneExpert      w[e]                   the rows that are multiplied with w[e]
+    AllExperts     rows with a dim of E   expert e's slice of that dim; all rows of a tensor without such a dim
+    SortedRows     a grouped product      the rows from the offset of the expert before up to its own
+    PickedExperts  w[index]               the rows whose index is the expert
 
-Each says, for the rank that has rows, which expert is given which (`calls`), and how results make one tensor
-(`joined`); for the rank that holds an expert, what stands for weights, rows and place in its operations.
+On the rank that has the rows, a way says which expert gets which (`calls`), and combines the results (`joined`). On
+the rank that holds an expert, its static methods give the values of weights, rows and expert index in the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Calls = list[tuple[int, list[torch.Tensor]]]  # (expert, its tensors of rows (n,
 
 @dataclass(frozen=True)
 class Here:
-    """The place of an expert among those that a rank holds, where an operation is written down."""
+    """Stands, in a recorded operation, for the index of an expert among those that a rank holds."""
 
 
 def get_one(stacked: torch.Tensor, place: int, rest: tuple = ()) -> torch.Tensor:
@@ -31,62 +31,79 @@ def get_one(stacked: torch.Tensor, place: int, rest: tuple = ()) -> torch.Tensor
 
 
 def product_of_sorted(rows: torch.Tensor, stacked: torch.Tensor, place: int) -> torch.Tensor:
-    """Returns an expert's part of a grouped product: rows (n, H) with the matrix (H, I) at `place`."""
+    """Returns (n, I), one expert's part of a grouped product, from its rows (n, H) and `stacked` (E, H, I)."""
     return rows @ stacked[place]
 
 
 @dataclass(frozen=True)
 class OneExpert:
-    """The weights of one expert, `expert`."""
+    """The forward uses the weights of one expert, by its index `expert`. Base class of the other ways.
+
+    kind      key in `WAYS`
+    made_dim  what `ExpertProgram.made` holds for results of this way
+    """
 
     expert: int
     kind = "one"
     made_dim: int | None = None
 
     def same(self, other: Any) -> bool:
-        """Returns whether the other picks the same weights."""
+        """Whether `other` is a way that picks the same weights."""
         return self == other
 
     def fits(self, form: torch.Tensor, before: Sequence[torch.Tensor]) -> bool:
-        """Returns whether a result has the rows of one of the tensors `before`."""
+        """Whether a result of this form has as many rows as one of the operands `before`, so is still an expert's."""
         return form.dim() > 0 and any(t.dim() > 0 and t.shape[0] == form.shape[0] for t in before)
 
     def has_rows(self, tensor: torch.Tensor, dim: int | None, made: torch.Tensor) -> bool:
-        """Returns whether a tensor has one row for each of what experts made; `dim`: which counts experts, if any."""
+        """Whether `tensor` has a row for each row of `made`, the experts' result.
+
+        dim   the dim of `tensor` that counts experts; None if none does
+        """
         return tensor.dim() > 0 and tensor.shape[0] == made.shape[0]
 
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
-        """Returns which expert is given which rows."""
+        """Returns (expert, its rows of each tensor) for each expert that has any.
+
+        leaves   tensors of rows of all experts;  dims  for each the dim that counts experts, or None
+        experts  the number E
+        """
         return [(self.expert, leaves)]
 
     def joined(self, results: list[torch.Tensor]) -> torch.Tensor:
-        """Returns one tensor of the results of all calls."""
+        """Returns the forward's tensor, combined from the results (n, ...) of `calls`, in their order."""
         return results[0]
 
     @staticmethod
     def weights(stacked: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns what an expert's operations read as the stacked weight; `place`: of the expert among those here."""
+        """Returns what an expert's program reads as a stacked weight, from this rank's share `stacked`.
+
+        place   index of the expert among those that this rank holds
+        """
         return stacked
 
     @staticmethod
     def here(place: int, rows: list[torch.Tensor], made: int | None) -> Any:
-        """Returns what stands where the forward names the expert."""
+        """Returns what replaces `Here` in an expert's program; arguments as of `ExpertProgram.run` and its `made`."""
         return place
 
     @staticmethod
     def given(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """Returns rows as an expert's operations read them."""
+        """Returns rows (n, ...) with a dim of size 1 at `dim`, if not None, as an expert's program reads them."""
         return tensor
 
     @staticmethod
     def result(result: torch.Tensor, made: int | None) -> torch.Tensor:
-        """Returns an expert's results as rows (n, ...)."""
+        """Returns the result of a program as rows (n, ...), without the dims that `made` describes."""
         return result
 
 
 @dataclass(frozen=True)
 class AllExperts(OneExpert):
-    """All experts at once: `dim` of a tensor counts them."""
+    """The forward uses all experts at once, in tensors with a dim of size E.
+
+    dim   the dim of the weight or result that counts experts;  expert  not used
+    """
 
     expert: int = -1
     dim: int = 0
@@ -105,7 +122,7 @@ class AllExperts(OneExpert):
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
         pairs = list(zip(leaves, dims, strict=True))
         return [
-            # of one that is broadcast over experts, each gets all
+            # `%`: a dim of size 1 is broadcast, so each expert gets its only entry
             (expert, [leaf if dim is None else leaf.select(dim, expert % leaf.shape[dim]) for leaf, dim in pairs])
             for expert in range(experts)
         ]
@@ -129,7 +146,7 @@ class AllExperts(OneExpert):
 
 @dataclass(frozen=True, eq=False)
 class SortedRows(OneExpert):
-    """Rows in the order of their experts: those of expert e end at `offsets[e]`."""
+    """The forward has rows sorted by expert; `offsets` (E,): the rows of expert e end before offsets[e]."""
 
     expert: int = -1
     offsets: Any = None
@@ -151,7 +168,11 @@ class SortedRows(OneExpert):
 
 @dataclass(frozen=True, eq=False)
 class PickedExperts(OneExpert):
-    """Weights by `index` (rows, ...), whose first dim counts rows; each row may pick several."""
+    """The forward indexes weights with a tensor of experts, by which each row may pick several.
+
+    index     (rows, ...) expert indices, negative ones count from the end;  experts  the number E
+    made_dim  the number of dims of `index`
+    """
 
     expert: int = -1
     index: Any = None
@@ -160,7 +181,7 @@ class PickedExperts(OneExpert):
 
     @property
     def _flat(self) -> torch.Tensor:
-        """Returns the index in one dim, those that count from the end counted from the first."""
+        """Returns the index as 1-d, with negative entries made non-negative."""
         flat = self.index.reshape(-1)
         return torch.where(flat < 0, flat + self.experts, flat)
 
@@ -184,9 +205,10 @@ class PickedExperts(OneExpert):
         return [(e, [piece[e] for piece in pieces]) for e, count in enumerate(counts) if count]
 
     def _rows(self, leaf: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns (n, 1, ..., features) the elements of a tensor at the places of the index, dims as many as it has.
+        """Returns (n, 1, ..., features), the entries of `leaf` at n positions of the index, with as many dims as it.
 
-        Its first dims are those of the index, as far as sizes say so; the last one is never taken for one of these.
+        places  for each dim of the index, the positions (n,) along it
+        The leading dims of `leaf` correspond to those of the index as long as sizes agree or are 1; never its last dim.
         """
         dims = 0
         while dims < min(len(places), leaf.dim() - 1) and leaf.shape[dims] in (1, self.index.shape[dims]):

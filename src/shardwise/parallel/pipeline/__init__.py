@@ -1,11 +1,11 @@
-"""Pipeline parallelism: a module's forward cut into stages, each on ranks of its own.
+"""Pipeline parallelism: a module's forward is split into stages, each on other ranks.
 
-    cuts       where the forward can be cut, and where it is best cut
-    placed     which rank holds which parameter and buffer
-    stage      the module that runs one stage's part of its own forward
-    backward   a backward in two parts: gradient of the input, gradients of the weights
-    messages   hidden states and their gradients between ranks
-    tape       gradients that the forward takes itself, through several stages (inner, shared, serving, talk)
+    cut_points       where the forward can be split, and where it is best split (balance, skips, lasting, chance, hooks)
+    boundaries       data: boundaries, stages, and which rank holds which parameter and buffer
+    stage            runs one stage's part of the module's own forward (left_out)
+    backward         a backward in two parts, gradients of the input and gradients of the weights
+    stage_messages   hidden states and their gradients between ranks
+    stage_gradients  gradients that the forward itself computes, through several stages (inner)
 
-The order in which ranks run stages is data (`layout/schedules.py`); the step executes it (`step/pipelined.py`).
+The order in which ranks run stages is data (`layout/schedules.py`), which `step/pipelined.py` executes.
 """

@@ -1,4 +1,4 @@
-"""Choose, of places to cut a forward, those that balance stages: by cost, then parameters. For traced modules."""
+"""Choose the cut points of a recorded forward (`Flow`) that balance stages, first by cost, then by parameters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.trace.flow import Flow
 
-Used = Callable[[Flow], list[tuple[int, int]]]
-SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
+Used = Callable[[Flow], list[tuple[int, int]]]  # -> [(time, id of a parameter)], as `uses` and `uses_led`
+SLACK = 1.05  # stages may cost this many times the best possible, in exchange for balanced parameters
 
 
 def uses(flow: Flow) -> list[tuple[int, int]]:
@@ -19,21 +19,21 @@ def uses(flow: Flow) -> list[tuple[int, int]]:
 
 
 def uses_led(flow: Flow) -> list[tuple[int, int]]:
-    """Returns the entries of `uses` whose operation passes on a gradient of the output."""
-    # a forward that takes gradients itself: its output is reached by these too, which `led` does not follow
+    """Returns the entries of `uses` whose operation passes on a gradient of the output to the parameter."""
+    # `led` does not follow gradients that the forward itself computes, which reach the output too
     led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
     return [(time, param) for time, param in uses(flow) if time in led]
 
 
 def costs_of(flow: Flow) -> Prefix:
-    """Returns sums, over spans of time, of the costs (`FlowOp.cost`) of the operations that a stage is charged for."""
-    # `inner`: of a gradient that the forward takes; its backward is computed on the stage that computed its forward
+    """Returns prefix sums of the costs (`FlowOp.cost`) of the forward's operations, by their times."""
+    # not `inner` ones, of a backward that the forward runs, since that runs on the stage that computed its forward
     forward = [op for op in flow.ops if not op.inner]
     return Prefix([op.time for op in forward], [op.cost for op in forward])
 
 
 class Prefix:
-    """Values at times, whose sum over any span is read off two running sums."""
+    """Prefix sums of `values` at ascending `times`, for sums over any span."""
 
     def __init__(self, times: list[int], values: list[float]):
         self.times = times
@@ -49,13 +49,13 @@ class Prefix:
 def balanced(
     flow: Flow, module: nn.Module, moments: Sequence[int], count: int, used: Used
 ) -> tuple[float, list[int]]:  # fmt: skip
-    """Returns (the slowest stage's cost, indices of the `count` - 1 moments at which stages begin).
+    """Returns (lowest possible cost of the slowest stage, indices of the `count` - 1 moments at which stages begin).
 
-    moments  at which a stage can begin
-    used     when parameters are used, of which each stage is to have some
+    moments  times at which a stage can begin;  count  number of stages
+    used     when parameters are used; each stage must use a trainable one
 
-    The slowest stage is as fast as can be; within SLACK of that, the largest one as small. (inf, []) where a stage
-    would have nothing to train.
+    Among splits whose slowest stage costs at most SLACK times the lowest cost, the one whose largest stage has fewest
+    parameters is chosen. Returns (inf, []) if some stage would always be without a trainable parameter.
     """
     edges = [0, *moments, flow.end]
     costs = costs_of(flow)
@@ -63,11 +63,12 @@ def balanced(
     weighed = [(time, float(trained[param])) for time, param in used(flow) if param in trained]
     sizes = Prefix([t for t, _ in weighed], [v for _, v in weighed])
 
-    # a stage without a parameter to train has nothing for an optimizer: never the best
     def time_of(i: int, j: int) -> float:
+        """Returns the cost of a stage from edge i to edge j; inf if it has nothing to train."""
         return costs.between(edges[i], edges[j]) if sizes.between(edges[i], edges[j]) > 0 else float("inf")
 
     def size_of(i: int, j: int) -> float:
+        """Returns the trainable elements of a stage from edge i to edge j; inf if it costs more than `bound`."""
         return sizes.between(edges[i], edges[j]) if time_of(i, j) <= bound else float("inf")
 
     best, _ = _minimax(len(edges), count, time_of)
@@ -79,17 +80,21 @@ def balanced(
 
 
 def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
-    """Returns (the largest piece's value(i, j), the `count` - 1 edges) of the cut of [0, edges) that makes it least."""
-    best = [0.0, *[float("inf")] * (edges - 1)]  # by edge: the largest piece of the best way there in so many pieces
-    choice: list[list[int]] = []  # by number of pieces, then by edge: where the last of them begins
+    """Splits the range from edge 0 to the last of `edges` into `count` pieces such that the largest value is least.
+
+    value   (i, j) -> cost of the piece from edge i to edge j
+    Returns (the largest piece's value, the `count` - 1 inner edges).
+    """
+    best = [0.0, *[float("inf")] * (edges - 1)]  # for each edge, the largest value of the best split up to it
+    choice: list[list[int]] = []  # [number of pieces - 1][edge] -> edge at which the last piece begins
     for _ in range(count):
         new, come = [float("inf")] * edges, [0] * edges
         for j in range(1, edges):
             for i in range(j - 1, -1, -1):
-                if best[i] == float("inf"):  # no way there in so few pieces
+                if best[i] == float("inf"):  # no split up to i with so few pieces
                     continue
                 worst = max(best[i], value(i, j))
-                if worst < new[j]:  # of equal ones the latest cut
+                if worst < new[j]:  # among equal ones the latest edge
                     new[j], come[j] = worst, i
         best = new
         choice.append(come)

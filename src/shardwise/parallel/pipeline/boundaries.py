@@ -1,4 +1,7 @@
-"""Where a stage of a forward begins and ends, and where it takes hold of what crosses: plain data. Found by cuts."""
+"""Where a stage begins and ends, and where the tensors that cross are found in the forward, as plain data (cut_points).
+
+Times and tensor numbers are those of trace/flow.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +19,50 @@ from shardwise.trace.deferred import Built, named_tensors
 from shardwise.trace.flow import ModuleCall
 from shardwise.trace.own_calls import Spot
 
-By = tuple["Holder | bool | None", ...]  # for each x: where a stage has it, True where it was sent, None without
+# for each tensor that a gradient is taken with respect to: its holder on a stage; True: the stage before sends it;
+# None: the stage lacks it
+By = tuple["Holder | bool | None", ...]
 
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A place to cut: the entry of a call, and the numbers (in the `Flow`) of the tensors that cross it."""
+    """A place where a stage can begin, at the entry of a call.
+
+    call     of a submodule, or of a torch function by a module's own code
+    numbers  numbers of the tensors that cross, which the stage before must send
+    callees  if `call` is a function's, paths of the modules that the same code calls
+    runs_on  whether the stage before must run on to the end of the forward, which changes state behind this place
+    others   if the call is left out by chance, the next calls in its stead, up to one that every forward makes
+    """
 
     call: ModuleCall
     numbers: tuple[int, ...]
-    callees: tuple[str, ...] = ()  # of a function's place: modules that the same code calls
-    runs_on: bool = False  # the stage before it comes to the end of the forward too, for what is left there
-    others: tuple[CutPoint, ...] = ()  # where chance leaves its call out: the next calls, up to one that is always made
+    callees: tuple[str, ...] = ()
+    runs_on: bool = False
+    others: tuple[CutPoint, ...] = ()
 
     @property
     def clean(self) -> bool:
-        """Returns whether every tensor that crosses the cut is an argument of the call."""
+        """Whether every tensor that crosses is an argument of the call."""
         return set(self.numbers) <= set(self.call.arguments)
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Returns the shapes of the tensors that cross, where the place is clean."""
+        """Returns the shapes of the tensors that cross; only for a `clean` place."""
         return [self.call.shapes[self.call.arguments.index(number)] for number in self.numbers]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a tensor can be taken hold of while a stage runs: a leaf of a module call's arguments or result.
+    """Where a tensor is found while a stage runs, as a leaf of a module call's arguments or result.
 
-    path, place  the call: of which module, and the how-manieth of its calls in the forward
-    is_argument  the leaf is one of the arguments, else of the result
-    written      somebody writes into it later
-    own          of what the call's own code made: which of its calls of a function of torch, and the function's name
-    callees      modules that the call's code calls, whose functions are not counted
-    times        that the code has made this call when the boundary is met
+    path, place  path of the called module, and index of the call among its calls in the forward
+    is_argument  whether the leaf is one of the arguments; else it is one of the result
+    leaf         its index among these leaves
+    written      whether the forward writes into the tensor later
+    own          for a tensor that the call's own code made: (which call of a torch function, the function's name)
+    callees      paths of modules that this code calls, whose own functions are not counted as its
+    times        how often that line of code has run when the boundary is reached
     """
 
     path: str
@@ -64,7 +77,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Edge:
-    """A place where a stage begins or ends, with a holder for each tensor that crosses it."""
+    """A place where a stage begins or ends, with a holder for each tensor of `point.numbers`."""
 
     point: CutPoint
     holders: tuple[Holder, ...]
@@ -72,37 +85,52 @@ class Edge:
 
 @dataclass
 class Stage:
-    """One stage's part of the forward: from the entry of one call (or the start) to that of another (or the end)."""
+    """One stage's part of the forward, from the entry of one call (or the start) to that of another (or the end).
+
+    entry, exit        where it begins and ends; None for the first stage's entry, the last one's exit
+    start, stop        the stage has the operations with times in [start, stop);  cost  the sum of their costs
+    parameters         ids of the parameters that it uses;  buffers  the same of buffers
+    skips              calls outside of its part that it leaves out
+    entries, exits     its beginning and end, each first the usual place, then those for calls left out by chance
+    received, sent     holders of the tensors that cross `entry`, and `exit`
+    taken              gradients that the forward itself computes (`torch.autograd.grad`), of all stages
+    by                 index in `taken` -> where this stage has the tensors that the gradient is taken with respect to
+    differentiates     whether the forward itself computes gradients, by whatever means
+    over               indices in `taken` of gradients that go back over the stage's beginning to the stage before
+    answers            whether such a gradient comes back over the stage's end
+    careful            whether to run the code before it with `OnNothing` from the first time on
+    runs_on            whether it runs on to the end of the forward, for the state that is changed there
+    """
 
     index: int
     entry: CutPoint | None
     exit: CutPoint | None
-    start: int  # times of the flow: operations from `start` on, before `stop`
+    start: int
     stop: int
-    parameters: set[int]  # ids of the parameters that it uses
+    parameters: set[int]
     buffers: set[int]
     cost: float
     skips: list[Skip] = field(default_factory=list)
     received: list[Holder] = field(default_factory=list)
     sent: list[Holder] = field(default_factory=list)
-    entries: list[Edge] = field(default_factory=list)  # where it begins: the first of these that a forward comes to
+    entries: list[Edge] = field(default_factory=list)
     exits: list[Edge] = field(default_factory=list)
-    taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, of all stages
-    by: dict[int, By] = field(default_factory=dict)  # index of such a gradient -> where this stage has its inputs
-    differentiates: bool = False  # whether it takes any, by whatever means
-    over: frozenset[int] = frozenset()  # which go back over the stage's beginning, to the one before
-    answers: bool = False  # whether one comes back over its end
-    careful: bool = False  # before it the forward writes into parameters, which are absent here
-    runs_on: bool = False  # to the end of the forward, for what it leaves there
+    taken: list[Taken] = field(default_factory=list)
+    by: dict[int, By] = field(default_factory=dict)
+    differentiates: bool = False
+    over: frozenset[int] = frozenset()
+    answers: bool = False
+    careful: bool = False
+    runs_on: bool = False
 
     @property
     def holders(self) -> list[Holder]:
-        """Returns every place at which the stage takes hold of a tensor."""
+        """Returns the holders of all tensors that the stage must find while it runs."""
         return [*self.kept, *(holder for edge in (*self.entries, *self.exits) for holder in edge.holders)]
 
     @property
     def kept(self) -> list[Holder]:
-        """Returns the holders, on this stage, of inputs of gradients that the forward takes (`autograd.grad`)."""
+        """Returns the holders, on this stage, of the tensors with respect to which the forward takes gradients."""
         return [holder for by in self.by.values() for holder in by if isinstance(holder, Holder)]
 
 
@@ -110,9 +138,16 @@ class Stage:
 class StagePlacement:
     """The stages of a forward as one pipeline rank has them.
 
-    holders  by name of a parameter: the pipeline ranks, ascending, whose stages use it
-    buffers  by name of a buffer: the pipeline rank that has its right values
-    rank     this one
+    schedule      says which pipeline rank runs each stage (`owner`), and in which order
+    stages        all stages, those of other ranks too
+    holders       name of a parameter -> the pipeline ranks, ascending, whose stages use it
+    buffers       name of a buffer -> the pipeline rank that has its right values
+    rank          this pipeline rank
+    shared_draws  whether several stages use random numbers that the outermost forward draws
+    notices       lines for the user
+    written       names of parameters and buffers into which the forward writes
+    in_groups     whether the forward fails on two or three samples, but runs on more
+    by_values     whether shapes of what stages send may depend on values, such as lengths of sentences
     """
 
     schedule: Schedule
@@ -120,11 +155,11 @@ class StagePlacement:
     holders: dict[str, tuple[int, ...]]
     buffers: dict[str, int]
     rank: int
-    shared_draws: bool  # several stages use random numbers that the outermost forward draws
+    shared_draws: bool
     notices: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)  # parameters and buffers into which the forward writes
-    in_groups: bool = False  # the forward does not run on two or three samples, but on more
-    by_values: bool = False  # shapes of what stages send may follow from values, such as lengths of sentences
+    written: list[str] = field(default_factory=list)
+    in_groups: bool = False
+    by_values: bool = False
 
     @property
     def mine(self) -> list[Stage]:
@@ -133,12 +168,12 @@ class StagePlacement:
 
     @property
     def takes_gradients(self) -> bool:
-        """Returns whether the forward takes gradients itself."""
+        """Whether the forward itself computes gradients."""
         return self.stages[0].differentiates
 
     @property
     def talks(self) -> bool:
-        """Returns whether a gradient that the forward takes itself goes from stage to stage."""
+        """Whether a gradient that the forward itself computes goes from stage to stage."""
         return any(stage.over for stage in self.stages)
 
     @cached_property
@@ -147,7 +182,7 @@ class StagePlacement:
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
     def counts_here(self, name: str) -> bool:
-        """Returns whether this rank, of those that hold a parameter, is the one to count it in the gradient's norm."""
+        """Whether this rank is the one, of those that hold the parameter, that counts it in the gradient norm."""
         return self.holders[name][0] == self.rank
 
     @property
@@ -164,10 +199,13 @@ class StagePlacement:
         return Blocks(tuple(paths), blocks.warnings)
 
     def values(self, built: Built, value_of: ValueOf) -> ValueOf:
-        """Returns `value_of` for this rank's parameters; where asking is collective, all are asked for now."""
+        """Returns a function from name to initial value, for this rank's parameters. Collective if `built.notice`.
+
+        value_of   the same for all parameters
+        """
         if not built.notice:
             return value_of
-        kept = {}  # built for real: rank 0 sends its values, so every rank asks for all, in one order
+        kept = {}  # rank 0 sends values, so all ranks must ask for all of them in the same order, here
         for name, _ in list(named_tensors(built.module)):
             value = value_of(name)
             if name not in self.absent:

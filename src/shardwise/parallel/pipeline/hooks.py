@@ -1,9 +1,9 @@
-"""Hooks of the user's on modules that are cut into stages: where one would be given what another stage has.
+"""The user's hooks on modules that are split into stages, where a hook would need tensors of several stages.
 
-on the outermost module, by its result      runs on the last stage alone: others return what they send on
-a backward hook on a module                 is given gradients of its arguments and of its result in one call, so
-                                            that no stage begins inside; one that begins with it receives its
-                                            arguments before torch puts the hook on those (`stage`)
+forward hooks of the outermost module     run on the last stage alone, since others return what they send on
+a backward hook of a submodule            gets gradients of the module's arguments and result in one call, so no stage
+                                          begins inside; a stage that begins at the module puts in what it received
+                                          before torch attaches the hook to the arguments (`stage`)
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ BACKWARD_HOOK = "whose backward hook is given the gradients of its arguments and
 
 
 def hooked_in_backward(module: nn.Module) -> list[str]:
-    """Returns the paths of the submodules inside which no stage begins, outermost first."""
+    """Returns the paths of submodules with backward hooks, inside which no stage may begin, outermost first."""
     return [path for path, child in module.named_modules() if path and child._backward_hooks]
 
 
 class ResultHooks:
-    """The hooks that a module has now for its result or the gradient of that.
+    """The forward and backward hooks that a module has now.
 
-    To be made before the module is sharded: hooks that do that are for what each stage returns.
+    To be made before the module is sharded, since hooks added by sharding must run on every stage.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +33,7 @@ class ResultHooks:
 
     @contextmanager
     def of(self, *, last: bool) -> Iterator[None]:
-        """Context: a stage runs, without these hooks unless it is the last."""
+        """Context in which a stage runs. `last`: whether it is the last stage; otherwise these hooks are removed."""
         out = [] if last else self._hooks
         for table, hooks in out:
             for key in hooks:

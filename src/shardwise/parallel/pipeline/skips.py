@@ -1,4 +1,4 @@
-"""Find calls before a stage that it can leave out, and the shapes of the results made up for them."""
+"""Find calls outside of a stage's part that it can leave out, and the shapes of the results made up for them."""
 
 from __future__ import annotations
 
@@ -8,37 +8,43 @@ from dataclasses import dataclass
 
 from shardwise.trace.flow import Flow, ModuleCall
 
-LARGE = 0.01  # of the forward's cost, from which a module that a stage does without is not run on zeros
+LARGE = 0.01  # fraction of the forward's cost from which a call is left out even if its shapes are less certain
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A call that a stage leaves out: it stands before the stage's part, and its results do not reach it."""
+    """A call that a stage leaves out, since its values are not used or are received.
 
-    path: str  # of the module that is called
-    place: int  # the how-manieth of its calls
-    like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
+    path     of the module that is called;  place  index of the call among its calls in the forward
+    like     for each leaf of the result, index of an argument leaf that always has the same shape, or None
+    call     the recorded call;  other  the same call in a forward with another number of samples
+    samples  (number of samples of `call`, of `other`)
+    """
+
+    path: str
+    place: int
+    like: tuple[int | None, ...]
     call: ModuleCall
-    other: ModuleCall  # the same call with another number of samples
-    samples: tuple[int, int]  # numbers of them with which `call` and `other` were recorded
+    other: ModuleCall
+    samples: tuple[int, int]
 
 
 def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
-    """Returns the outermost calls that a stage can leave out, of those that lie between two moments of the forward.
+    """Returns the outermost calls between times `start` and `stop` that a stage can leave out.
 
     other    the same forward on another number of samples
-    samples  how many each of the two had
+    samples  (number of samples in `flow`, in `other`)
     """
     twins = _twins(flow, other)
     total = sum(op.cost for op in flow.ops)
     skips: list[Skip] = []
 
     def walk(call: ModuleCall) -> None:
+        """Adds to `skips` the outermost calls inside `call` that can be left out."""
         for inner in call.inside:
-            # calls that end before the stage begins, or begin after it, are other stages'
             if inner.enter >= stop or inner.exit < start:
                 continue
-            # else the stage begins, or ends, inside it
+            # a call that extends beyond the span contains a boundary, and cannot be left out itself
             whole = start <= inner.enter and inner.exit <= stop
             skip = _skip(flow, inner, twins, samples, total) if whole else None
             if skip is not None:
@@ -51,26 +57,29 @@ def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: t
 
 
 def _twins(flow: Flow, other: Flow) -> dict[tuple[str, int], ModuleCall]:
-    """Returns (path, place) -> call of another forward, without modules whose number of calls differs (`repeats`)."""
+    """Returns (path, place) -> call in `other`, without modules whose number of calls varies (`Flow.repeats`)."""
     return {(call.path, call.place): call for call in other.calls() if call.path not in flow.repeats}
 
 
 def _skip(
     flow: Flow, call: ModuleCall, twins: dict[tuple[str, int], ModuleCall], samples: tuple[int, int], total: float
 ) -> Skip | None:
-    """Returns the `Skip` of a call; None where it must run: its result is shared, or has shapes that are not known."""
+    """Returns the `Skip` of a call; None if it must run, as its result must be right, or its shapes are not known.
+
+    twins   `_twins` of a forward with another number of samples;  total  cost of the forward
+    """
     other = twins.get((call.path, call.place))
-    if other is None or not _pairs(call, other):  # nothing tells how its shapes follow the samples
+    if other is None or not _pairs(call, other):  # nothing shows how its shapes depend on the number of samples
         return None
-    # what it changes in the module, a later forward would find made up; and it must give the same values then too
+    # a later forward would find made-up state, or the call's plain values would differ there
     if call.moves or not _plain(call) or not all(_alike(call, later) for later in flow.later):
         return None
     returned = {leaf.tensor for leaf in call.leaves}
     for leaf in call.leaves:
         if leaf.tensor is not None and not flow.depends[leaf.tensor]:
-            return None  # a mask, a table of positions: never sent, every stage computes it
+            return None  # a mask or a table of positions is never sent, so every stage computes it
     first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
-    for _, number in flow.in_order[first:last]:  # something from inside is used by other ways than its result
+    for _, number in flow.in_order[first:last]:  # a tensor from inside may be used later without being returned
         if flow.last_use[number] > call.exit and number not in returned:
             return None
     like = []
@@ -83,8 +92,8 @@ def _skip(
         like.append(same[0] if same and leaf.tensor is not None else None)
     skip = Skip(call.path, call.place, tuple(like), call, other, samples)
     if any(None in shape for shape in made_up_shapes(skip, call.shapes)):
-        return None  # it follows the samples in a way that its arguments do not
-    # shapes put together from several arguments may be wrong for other inputs: worth it for large modules alone
+        return None  # a size depends on the number of samples unlike any argument's size
+    # shapes combined from several arguments may be wrong for other inputs, a risk worth taking for large modules only
     by_argument = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
     if not by_argument and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
         return None
@@ -92,41 +101,39 @@ def _skip(
 
 
 def _pairs(call: ModuleCall, other: ModuleCall) -> bool:
-    """Returns whether two calls have as many arguments and results: layers that chance leaves out hand on no more."""
+    """Whether two calls have equally many arguments and results; layers dropped at random inside may change these."""
     return (len(call.shapes), len(call.leaves)) == (len(other.shapes), len(other.leaves))
 
 
 def _plain(call: ModuleCall) -> bool:
-    """Returns whether a result is of tensors and plain values: two objects of the user's may not compare."""
+    """Whether a call's result consists of tensors and plain values, since other objects may not be comparable."""
     return all(isinstance(leaf.value, type(None) | bool | int | float | str) for leaf in call.leaves)
 
 
 def _alike(call: ModuleCall, later: Flow) -> bool:
-    """Returns whether a later forward's same call has equal arguments and results and changes no attribute.
+    """Whether the same call in a later forward has equal shapes and plain values, and changes no attribute.
 
-    True where it makes no such call.
+    True also if the later forward does not make the call.
     """
     twin = next((other for other in later.calls() if (other.path, other.place) == (call.path, call.place)), None)
-    # a call that chance left out of the later forward says nothing against it
     if twin is None:
         return True
     of_twin = (twin.spec, twin.shapes, [leaf.value for leaf in twin.leaves], [leaf.shape for leaf in twin.leaves])
     of_call = (call.spec, call.shapes, [leaf.value for leaf in call.leaves], [leaf.shape for leaf in call.leaves])
-    # equal to the value: a call that hands on another number each time may not be left out
     return not twin.moves and _plain(twin) and of_twin == of_call
 
 
 def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
-    """Returns the shape of each leaf of a result that is left out, for arguments of these shapes; None: not known.
+    """Returns the shape of each leaf of a left-out call's result, with None for a size that is not known.
 
-    A leaf takes the shape of the argument that had the same one. Else each dim takes the size of an argument's dim: of
-    the same place, or one that grew alike when samples were added (an LSTM's state has them second); or it is fixed.
+    argument_shapes   shape of each argument leaf in this call; None if it is no tensor
+    A leaf takes the shape of the argument in `skip.like`. Otherwise each dim takes the size of an argument's dim at the
+    same place, is fixed, or follows an argument's dim that grew in proportion when samples were added.
     """
     arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, argument_shapes, strict=True)
                  if a is not None and b is not None and now is not None]  # fmt: skip
     shapes: list[list[int | None]] = []
     for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
-        # a value that is no tensor has no shape, and a leaf like an argument takes that one's
         if leaf.tensor is None or like is not None:
             shapes.append(list(argument_shapes[like] or ()) if like is not None else [])
         else:
@@ -136,16 +143,17 @@ def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) 
 
 
 def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
-    """Returns the size for this call's arguments of a dim that was `a` in one forward, `b` in the other; None: untold.
+    """Returns the size, for this call's arguments, of dim `dim` of a result; None if it is not known.
 
-    arguments  (shape in the one, shape in the other, shape now) of each
+    a, b       its sizes in the two recorded forwards
+    arguments  for each argument (shape in the one forward, shape in the other, shape in this call)
     """
-    for first, second, now in arguments:  # same place, same size in both
+    for first, second, now in arguments:  # an argument's dim at the same place with the same sizes
         if len(first) > dim and (first[dim], second[dim]) == (a, b):
             return now[dim]
     if a == b:
         return a
-    for first, second, now in arguments:  # grows with some dim, as rows (samples * positions) do
+    for first, second, now in arguments:  # in proportion to some dim, as samples * positions grow with samples
         for x, y, size in zip(first, second, now, strict=True):
             if x != y and a * y == b * x and a * size % x == 0:
                 return a * size // x

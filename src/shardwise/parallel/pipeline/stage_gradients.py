@@ -1,18 +1,16 @@
-"""Take a gradient through several stages: each differentiates its part, and asks the stage before it for the rest.
+"""Compute a gradient that the forward itself asks for through several stages, of which each adds its own part.
 
-    stage 0   x . block 0 = h ---h--->          <---dE/dh---   d h/d x . dE/dh = the rest  ---->
-    stage 1                     block 1 . E(h, x) . grad(E, x) = dE/dx here + the rest
+    stage 0   x . block 0 = h ---h--->          <---dE/dh---   dh/dx . dE/dh  ---->
+    stage 1                     block 1 . E(h, x) . grad(E, x) = dE/dx of stage 1 + dh/dx . dE/dh
 
-What arrives is a leaf of a stage's graph, what leaves hangs in it. A `Tape` has both, in the order in which they
-arrived and left, so that any derivative of what a stage has goes back through all of them, last first: a gradient of
-h goes to where h came from, one of "the rest" to who worked it out, who may answer with one of dE/dh. What is worked
-out on the way is on the tape too. So gradients of gradients, and the loss's, go the same way; of the loss, weights
-get their gradients in one backward at the end (`last`).
+A stage differentiates its own part, and asks the stage before for the summands of what it received. A received tensor
+is a leaf of the stage's graph, and a sent tensor is a result in it. A `Tape` keeps both in order, as rounds (`Round`),
+so that any later derivative goes back through all rounds, the last first. A gradient of h goes to the stage that sent
+h, and a gradient of dh/dx . dE/dh to the stage that computed it, which may answer with a gradient of dE/dh. Tensors
+exchanged meanwhile are put on the tape too. So gradients of gradients, and the gradient of the loss, are computed in
+the same way; for the loss, weights get their gradients in one backward at the end (`last`).
 
-    asked     a round with the stage before: what was given it, and what it answered
-    answered  a round with the stage after: what came from it, and what it was given
-
-What this does not do: keep two stages of one rank apart, or work out a gradient while a stage runs another forward.
+What this does not do: keep two stages on one rank apart, or compute a gradient while a stage runs another forward.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from shardwise.trace.backwards import listed, takes_gradients
 from shardwise.trace.functional import transforming
 from shardwise.trace.leaves import tensors_in
 
-Some = Sequence["torch.Tensor | None"]
+Some = Sequence["torch.Tensor | None"]  # tensors or gradients, None where there is none
 UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
     "the desired behavior."
@@ -46,11 +44,11 @@ UNUSED = (
 
 @dataclass(eq=False)
 class Round:
-    """Tensors exchanged with a neighbouring stage in one question and answer, or as the forward's hidden states.
+    """Tensors exchanged with a neighbouring stage, in one question and its answer, or as the forward's hidden states.
 
-    with_next  the neighbour is the stage after, else the one before
-    got        what came from it: leaves of this stage's graph
-    gave       what went to it: results in this stage's graph
+    with_next  whether the neighbour is the stage after; else it is the one before
+    got        tensors that came from it, leaves of this stage's graph
+    gave       tensors that went to it, results in this stage's graph
     """
 
     with_next: bool
@@ -60,17 +58,17 @@ class Round:
 
 @dataclass
 class Walk:
-    """One gradient on its way back through a stage.
+    """The state of one gradient while it is computed back through a stage.
 
-    index    which of the forward's gradients; -1: of the loss
-    create   it is differentiated itself (`create_graph`)
-    by       the tensors that it is taken with respect to; None where this stage lacks one
-    until    rounds that were there when it began
-    final    of the loss: every tensor that it was taken through, with the gradient that it was given
-    grads    of each tensor of `by`: the sum so far
-    pending  gradients of leaves, by id, for which the neighbours were not asked yet
-    asked    the stage before was asked
-    more     the stage before has something for a round that it was not asked for
+    index    which of the forward's own gradients; -1: that of the loss
+    create   whether it will be differentiated itself (`create_graph`)
+    by       the tensors with respect to which it is taken; None for one that this stage lacks
+    until    number of rounds on the tape when it began; later rounds are not differentiated
+    final    for the loss, (tensor, its gradient) of each tensor from which it was computed; else None
+    grads    for each tensor of `by` the sum of its gradient so far; None: nothing yet
+    pending  id of a leaf -> its gradient, which the neighbour that sent the leaf was not yet given
+    asked    whether the stage before was asked
+    more     whether the stage before has pending gradients in a later round, so must be asked about that
     """
 
     index: int
@@ -88,10 +86,11 @@ class Walk:
 
 
 class Tape:
-    """What one stage exchanges with its neighbours in one micro-batch, for gradients that the forward takes itself.
+    """The tensors that one stage exchanges with its neighbours in one micro-batch, for the forward's own gradients.
 
-    over      indices of those that go back over the stage's beginning
-    by        index -> where this stage has the tensors that the gradient is taken with respect to
+    talk   sends and receives;  stage, batch  index of the stage, and of the micro-batch
+    over   indices of the gradients that go back over the stage's beginning
+    by     index of a gradient -> where this stage has the tensors with respect to which it is taken (`Stage.by`)
     """
 
     def __init__(self, talk: Talk, stage: int, batch: int, over: Collection[int], by: dict[int, By]):
@@ -101,19 +100,20 @@ class Tape:
         self._walk: Walk | None = None
 
     def received(self, leaves: Some) -> None:
-        """Note what the stage before sent, as leaves."""
+        """Adds the first round, the leaves that hold the stage before's hidden states."""
         self.rounds.insert(0, Round(False, list(leaves), []))
 
     def sent(self, tensors: Some) -> None:
-        """Note what goes to the stage after."""
+        """Adds a round of the hidden states that go to the stage after."""
         self.rounds.append(Round(True, [], list(tensors)))
 
     # --- the forward's own gradient
 
     def take(self, index: int, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns the gradients that `torch.autograd.grad(*args, **kwargs)`, which is `take`, gives in one process.
+        """Returns what `take(*args, **kwargs)`, a call of `torch.autograd.grad`, returns in one process.
 
-        Raises what that raises, and `RefusedPlan` for another number of inputs than at the look.
+        index   of this gradient in the forward
+        Raises what that raises, and `RefusedPlan` for another number of inputs than in the recorded forward.
         """
         names = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
         names |= kwargs
@@ -123,28 +123,28 @@ class Tape:
         if not any(output.requires_grad for output in outputs) or any(
             gradient is None and output.numel() != 1 for output, gradient in zip(outputs, gradients, strict=False)
         ):
-            return take(*args, **kwargs)  # which raises
+            return take(*args, **kwargs)  # torch raises its own error
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
-        # one that the look did not meet is taken here; the stage raises behind its forward (stage: `_taken`)
+        # a gradient beyond the recorded ones is taken here, and the stage raises after its forward (`_check`)
         sent = self.by.get(index) or (None,) * len(inputs)
         if len(sent) != len(inputs):
             raise RefusedPlan(
                 f"gradient {index} of the forward is taken by {len(inputs)} tensors, and was by {len(sent)} when the "
                 "forward was looked at: one that takes different ways cannot be cut into stages"
             )
-        # an input that was sent is a leaf of round 0: what is found of it goes back with that round
+        # a received input is a leaf of round 0, with which its gradient goes back
         here = [None if place is True else x for x, place in zip(inputs, sent, strict=True)]
         walk = Walk(index, bool(names.get("create_graph")), here, len(self.rounds))
         self._spread(walk, outputs, ones)
         self._back(walk, 0)
-        if walk.asked:  # stages before this one have summands too
+        if walk.asked:  # the stages before have summands too
             self._collect(walk)
         grads = [self._as_torch(grad, x, names) for grad, x in zip(walk.grads, inputs, strict=True)]
         return tuple(grads)
 
     @staticmethod
     def _as_torch(grad: torch.Tensor | None, x: torch.Tensor, names: dict[str, Any]) -> torch.Tensor | None:
-        """Returns what `torch.autograd.grad` gives, or raises, for a gradient by `x` that may be None."""
+        """Returns what `torch.autograd.grad` with the arguments `names` returns, or raises, for a `grad` by `x`."""
         if grad is None and names.get("materialize_grads"):
             return torch.zeros_like(x)
         if grad is None and not names.get("allow_unused"):
@@ -154,18 +154,18 @@ class Tape:
     # --- one stage's part
 
     def _spread(self, walk: Walk, outputs: Some, gradients: Some) -> None:
-        """Differentiates `outputs` within this stage; adds to `walk.pending` (received leaves) and `walk.grads`."""
+        """Differentiates `outputs`, given their `gradients`, in this stage; adds to `walk.pending` and `walk.grads`."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
-        if walk.final is not None:  # the loss's: the weights' gradients are taken through these at the end
+        if walk.final is not None:  # for the loss, the weights' gradients are computed from these at the end
             walk.final += pairs
-        # rounds that are younger than the walk are its own: a gradient goes back through older ones alone
+        # later rounds were added by this walk itself, and its gradient does not depend on them
         leaves = [leaf for turn in self.rounds[: walk.until] for leaf in turn.got if self._counts(walk, turn, leaf)]
         wanted = [(place, x) for place, x in enumerate(walk.by) if x is not None and x.requires_grad]
         goals = [leaf for leaf in leaves if leaf is not None] + [x for _, x in wanted]
         if not pairs or not goals:
             return
-        grads = torch.autograd.grad(  # the graph is kept: the loss's gradient goes back through it too
+        grads = torch.autograd.grad(  # the graph is retained, since the loss's backward runs through it too
             [root_of(o) for o, _ in pairs], [root_of(goal) for goal in goals], [g for _, g in pairs],
             create_graph=walk.create, retain_graph=True, allow_unused=True,
         )  # fmt: skip
@@ -176,20 +176,20 @@ class Tape:
             walk.grads[place] = _sum(walk.grads[place], gradient)
 
     def _counts(self, walk: Walk, turn: Round, leaf: torch.Tensor | None) -> bool:
-        """Returns whether the walk has to compute the gradient of this leaf of the round `turn`."""
-        # the hidden states that the stage received: asked for only by gradients that go back over its beginning
+        """Whether the walk has to compute the gradient of this leaf of the round `turn`."""
+        # received hidden states need one only in gradients that go back over the stage's beginning
         first = turn is self.rounds[0] and not turn.with_next
         if leaf is None or not leaf.requires_grad or (first and walk.index not in self.over):
             return False
-        return not (first and walk.final is not None)  # goes back by the schedule's own message
+        return not (first and walk.final is not None)  # the loss's goes back in the schedule's own message
 
     def _back(self, walk: Walk, start: int) -> None:
-        """Ask the stage before for what is pending in rounds from `start` on, last first."""
+        """Sends pending gradients of rounds from index `start` on to the stage before, the last round first."""
         before = [turn for turn in self.rounds[: walk.until] if not turn.with_next]
         for turn in reversed([turn for turn in self.rounds[start : walk.until] if not turn.with_next]):
             gradients = [walk.pending.pop(id(leaf), None) for leaf in turn.got]
-            target = before.index(turn)  # both stages number their rounds with each other alike
-            # the loss's gradient of the hidden states received goes by the schedule's own message
+            target = before.index(turn)  # the same on both stages, which count only rounds with each other
+            # the loss's gradient of received hidden states goes back in the schedule's own message
             if (target == 0 and walk.final is not None) or not (walk.more or any(g is not None for g in gradients)):
                 continue
             words, answer = self._ask(walk, "ask", gradients, target)
@@ -197,12 +197,16 @@ class Tape:
             self._spread(walk, turn.gave, answer)
 
     def _collect(self, walk: Walk) -> None:
-        """Adds to `walk.grads` the summands that the stages before have."""
+        """Adds the summands that the stages before have computed to `walk.grads`. Waits."""
         _, answer = self._ask(walk, "collect", [])
         walk.grads = [_sum(here, there) for here, there in zip(walk.grads, answer, strict=True)]
 
     def _ask(self, walk: Walk, kind: str, gradients: Some, target: int = 0) -> tuple[dict, list]:
-        """Asks the stage before; returns its answer ({"more": it has to be asked again}, gradients). Waits."""
+        """Asks the stage before; returns its answer ({"more": whether to ask again}, gradients). Waits.
+
+        kind       "ask": differentiate by what it sent, given `gradients` of that;  "collect": return its sums
+        gradients  of the tensors in its round number `target` with this stage
+        """
         gave = [None if gradient is None else settled(gradient) for gradient in gradients]
         words = {"kind": kind, "batch": self.batch, "target": target, "index": walk.index, "create": walk.create,
                  "final": walk.final is not None, "first": not walk.asked}  # fmt: skip
@@ -210,7 +214,7 @@ class Tape:
         self.talk.say(self.stage, self.stage - 1, words, gave)
         reply, answer = self.talk.hear(self.stage - 1, self.stage)
         got = _leaves(answer, walk.create)
-        if walk.create:  # a later gradient goes back through this question and its answer
+        if walk.create:  # a later derivative goes back through this question and its answer
             self.rounds.append(Round(False, got, gave))
         return reply, got
 
@@ -218,8 +222,7 @@ class Tape:
 
     def answer(self, words: dict[str, Any], tensors: Some) -> None:
         """Does what the stage after asks (`words` and `tensors` as `_ask` sends them), and sends it the gradients."""
-        # the first question of a gradient: this stage begins its own part of it
-        if words["first"]:
+        if words["first"]:  # the first question about a gradient
             final: list | None = [] if words["final"] else None
             by = [] if words["final"] else self.have.get(words["index"], [])
             self._walk = Walk(words["index"], words["create"], by, len(self.rounds), final)
@@ -229,17 +232,15 @@ class Tape:
         # a later derivative goes back through this question and its answer too
         if words["create"]:
             self.rounds.append(record)
-        # "ask": the gradient by what came from it in one round; "collect": the sums of all that is left
         if words["kind"] == "ask":
             target = [turn for turn in self.rounds if turn.with_next][words["target"]]
             self._spread(walk, target.gave, record.got)
             start = self.rounds.index(target) + 1
             self._back(walk, start)
-            # what came from the stage after in that round is its to take further back
+            # gradients of what the stage after gave in that round are its to take further back
             gave: list[torch.Tensor | None] = [walk.pending.pop(id(leaf), None) for leaf in target.got]
         else:
             self._back(walk, 0)
-            # stages before this one were asked, so they hold summands too
             if walk.asked:
                 self._collect(walk)
             gave = walk.grads
@@ -247,21 +248,20 @@ class Tape:
         self.talk.say(self.stage, self.stage + 1, {"more": self._more(walk)}, record.gave)
 
     def _more(self, walk: Walk) -> bool:
-        """Returns whether the next stage has to ask again: a gradient waits in a round after the hidden states sent."""
+        """Whether the stage after has to ask again, since a gradient is pending in a round after the hidden states."""
         first = next(place for place, turn in enumerate(self.rounds) if turn.with_next)
         return any(id(leaf) in walk.pending for turn in self.rounds[first + 1 : walk.until] for leaf in turn.got)
 
     # --- the loss's gradient
 
     def last(self, outputs: Sequence[torch.Tensor], gradients: Some) -> tuple[list[torch.Tensor], list]:
-        """Returns (tensors, their gradients): one backward call from them adds to `.grad` of this stage's weights.
+        """Returns (tensors, their gradients), from which one backward call computes all gradients of this stage.
 
-        outputs  what it sent on, with their gradients
+        outputs, gradients   what the stage sent, or its loss, and gradients of these; None: ones
         """
         walk = self._walk
-        if walk is None or walk.final is None:  # the stage after did not ask: none of its rounds leads to the loss
+        if walk is None or walk.final is None:  # the stage after did not ask, as none of its rounds leads to the loss
             walk = Walk(-1, False, [], len(self.rounds), [])
-        # a result without a gradient counts with one of ones, as `backward()` does
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         self._spread(walk, outputs, ones)
         self._back(walk, 0)
@@ -270,7 +270,7 @@ class Tape:
         return [o for o, _ in walk.final], [g for _, g in walk.final]
 
     def clear(self) -> None:
-        """Forget what backward left in leaves that nobody asks for."""
+        """Drops `.grad` of leaves in all rounds but the first, which nobody reads."""
         for turn in self.rounds[1:]:
             for leaf in turn.got:
                 if leaf is not None:
@@ -278,21 +278,26 @@ class Tape:
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a + b, where None counts as zero; None if both are."""
     return b if a is None else a if b is None else a + b
 
 
 def _leaves(tensors: Some, create: bool) -> list[torch.Tensor | None]:
+    """Returns received tensors, which require gradients if `create`."""
     return [None if tensor is None else tensor.requires_grad_(create) for tensor in tensors]
 
 
 class Serving:
-    """The gradients that a forward takes through several stages, seen from one rank. Made on all ranks together."""
+    """This rank's tapes for gradients that a forward computes through several stages. Its constructor is collective.
+
+    cut   the stages;  axis  the pipeline's ranks
+    """
 
     def __init__(self, cut: StagePlacement, axis: Axis, device: torch.device):
         self.stages = cut.stages
         self.talk = Talk(axis, cut.schedule.owner, device)
-        self._tapes: dict[tuple[int, int], Tape] = {}  # by (stage, micro-batch), as below
-        self._over: set[tuple[int, int]] = set()  # of which the stage after asks nothing more
+        self._tapes: dict[tuple[int, int], Tape] = {}  # (stage, micro-batch) -> tape
+        self._over: set[tuple[int, int]] = set()  # (stage, micro-batch) of which the stage after asks nothing more
 
     def tape(self, stage: int, batch: int) -> Tape:
         """Returns a new tape for a stage's forward of a micro-batch."""
@@ -301,11 +306,11 @@ class Serving:
         return self._tapes[stage, batch]
 
     def until_end(self, stage: int, batch: int) -> None:
-        """Answer what the stage after asks until it has no more to ask of this micro-batch."""
+        """Answers the stage after until it has said that it asks nothing more about this micro-batch. Waits."""
         if not self.stages[stage].answers:
             return
         while (stage, batch) not in self._over:
-            # of any micro-batch: the stage after runs them in an order of its own, and says things in that order
+            # it may ask about other micro-batches meanwhile, as it runs them in another order
             words, tensors = self.talk.hear(stage + 1, stage)
             if words["kind"] == "end":
                 self._over.add((stage, words["batch"]))
@@ -314,16 +319,16 @@ class Serving:
         self._over.remove((stage, batch))
 
     def end(self, stage: int, batch: int) -> None:
-        """Tell the stage before that nothing more will be asked of a micro-batch."""
+        """Tells the stage before that `stage` asks nothing more about a micro-batch."""
         if self.stages[stage].over:
             self.talk.say(stage, stage - 1, {"kind": "end", "batch": batch})
 
     def forget(self, stage: int, batch: int) -> None:
-        """Drop the tape of a micro-batch that is over."""
+        """Drops the tape of a stage's micro-batch that is over."""
         self._tapes.pop((stage, batch)).clear()
 
     def clear(self) -> None:
-        """Drop all tapes, and wait until everything that was said has left."""
+        """Drops all tapes, and waits until everything that was said has been sent."""
         self._tapes.clear()
         self.talk.flush()
 
@@ -332,49 +337,52 @@ Take = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
 class SharedGradients(TorchFunctionMode):
-    """Mode of a forward that takes gradients itself; entered where gradients are on or off as the forward has them.
+    """Mode for a stage's run of a forward that computes gradients itself.
 
-    Until `begun()` only what is computed of the batch alone has gradients.
-    take    from then on, called with each gradient that the forward takes, in its place
-    count   called at each gradient that the forward takes before
+    begun   returns whether the stage's own part has begun; before that, only results of the batch alone have a graph
+    take    called as take(func, args, kwargs) in place of each call, from then on, by which the forward takes gradients
+    count   called at each such call before
     """
 
     def __init__(self, begun: Callable[[], bool], take: Take, count: Callable[[], None]):
         super().__init__()
         self.begun, self.take, self.count = begun, take, count
-        self.made_up = WeakIdKeyDictionary()  # tensors that stand for what was left out, or are computed of such
+        self.made_up = WeakIdKeyDictionary()  # made-up tensors, and tensors computed from them or from parameters
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Returns the function's result; before the stage's part without graph unless it depends on the batch alone."""
         kwargs = kwargs or {}
-        if transforming():  # inside `torch.func`, whose own gradients are no gradients of stages
+        if transforming():  # gradients inside `torch.func` are not counted in the recorded forward
             return func(*args, **kwargs)
         own = takes_gradients(func)
-        if self.begun():  # in the stage's own part tensors have values
+        if self.begun():
             return self.take(func, args, kwargs) if own else func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on
+        # any parameter counts as made up, since before the stage's part those of other stages (NaN) are used
         of_batch = not any(isinstance(tensor, nn.Parameter) or tensor in self.made_up for tensor in tensors)
-        # a gradient of made-up values is made up too; of the batch alone it is right before the stage begins
+        # gradients of made-up values are made up too; those of the batch alone are computed
         if own:
             self.count()
             if not (of_batch and any(tensor.requires_grad for tensor in tensors)):
                 return tuple(self._noted(torch.full_like(x, torch.nan)) for x in listed(_inputs(args, kwargs)))
         if of_batch:
             return func(*args, **kwargs)
-        with torch.no_grad():  # no way back through made-up values, whose gradients would be NaN
+        with torch.no_grad():  # a graph through made-up values would give NaN gradients
             output = func(*args, **kwargs)
         self.note(output)
         return output
 
     def note(self, result: Any) -> None:
-        """Notes the made-up result of a call that was left out."""
+        """Marks the tensors in a call's result as made up."""
         for tensor in tensors_in(result):
             self._noted(tensor)
 
     def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Marks a tensor as made up, and returns it."""
         self.made_up[tensor] = True
         return tensor
 
 
 def _inputs(args: tuple, kwargs: dict) -> Any:
+    """Returns the argument `inputs` of a call of `torch.autograd.grad`."""
     return kwargs["inputs"] if "inputs" in kwargs else args[1]

@@ -1,8 +1,8 @@
-"""Attention of one block of queries and keys, for a ring. Forecasts: costs/software, rehearsal/gpu_kernels.
+"""Attention of one block of queries and keys, for a ring. Forecast in costs/software and rehearsal/gpu_kernels.
 
-A fused kernel does it where there is one that returns that sum (`fused_kernels`), for blocks without a mask and for
-those on the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written, of as many rows at a time
-as `MOST_SCORES` allows, and written again in backward.
+It also returns the log-sum-exp of each row's scores, by which blocks are merged. A fused kernel is used if one returns
+it (`fused_kernels`), for blocks without a mask and blocks on the diagonal of causal attention. Otherwise the block's
+scores (B, H, s, t) are materialised, for as many rows at a time as `MOST_SCORES` allows, and again in backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from shardwise.parallel.sequence.fused_kernels import Kernel, kernel_for
 from shardwise.parallel.sequence.pair_mask import MaskBlock
 
-MOST_SCORES = 2**26  # that are written at a time: 256 MiB in float32, where several rows are no more
+MOST_SCORES = 2**26  # elements of scores at a time (256 MiB in float32), unless a single row has more
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -24,23 +24,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Returns the log-sum-exp with 0 in place of -inf (of rows that may read nothing), for differences."""
+    """Returns the log-sum-exp with 0 in place of infinities (rows that may read nothing), so differences are finite."""
     return torch.where(lse.isinf(), torch.zeros_like(lse), lse)
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float) -> Kernel | None:
-    """Returns the fused kernel of a block, or None where its scores are written."""
+    """Returns the fused kernel for a block; None if its scores must be materialised. Arguments as of `attended`."""
     return kernel_for(q, k, v, causal, scale) if bias is None else None
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    """Yields runs of a block's rows whose scores are written at a time; a block without rows has one, without any."""
+    """Yields slices of a block's rows whose scores are materialised together; one empty slice for a block of 0 rows."""
     s, step = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
     for first in range(0, s, step) if s else [0]:
         yield slice(first, min(s, first + step))
 
 
 def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
+    """Returns the rows of a block's mask or bias, which stays as it is if it is broadcast over rows; None for None."""
     if isinstance(bias, MaskBlock):
         return bias.of_rows(rows)
     return bias if bias is None or bias.dim() < 2 or bias.shape[-2] == 1 else bias[..., rows, :]
@@ -49,7 +50,11 @@ def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float, first: int
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the scores (B, H, s, t) of rows of a block, the first of which is its row `first`, masked with -inf."""
+    """Returns the scores (B, H, s, t) of some rows of a block, with -inf where a key may not be read.
+
+    bias    of these rows, as of `attended`, or None;  causal  as of `attended`
+    first   index in the block of the first of these rows
+    """
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
         s, t = scores.shape[-2:]
@@ -64,13 +69,15 @@ def _scores(
 def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (output (B, H, s, D), log-sum-exp (B, H, s)), both wide, of queries (B, H, s, D) and keys (B, H, t, D).
+    """Returns (output (B, H, s, D), log-sum-exp (B, H, s)) for queries (B, H, s, D), keys and values (B, H, t, D).
 
-    bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t), or a `MaskBlock` of it
-    causal  the block lies on the diagonal: row i reads columns up to i
+    Both are in the dtype `wide(q.dtype)`; the log-sum-exp of a row without keys is infinite.
+    bias    bool mask (True: a key may be read) or values added to scores, broadcast to (B, H, s, t); or a `MaskBlock`;
+            None: neither
+    causal  whether the block lies on the diagonal, so that row i reads columns up to i
     """
     dtype, kernel = wide(q.dtype), _fused(q, k, v, bias, causal, scale)
-    if kernel is None or kernel.widens:  # scores are written in the dtype in which blocks are merged
+    if kernel is None or kernel.widens:  # computed in the dtype in which blocks are merged
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     if kernel is not None:
         output, lse = kernel.forward(q, k, v, causal, scale)
@@ -79,9 +86,9 @@ def attended(
     for rows in _rows(q, k):
         scores = _scores(q[:, :, rows], k, _of_rows(bias, rows), causal, scale, rows.start)
         sums.append(torch.logsumexp(scores, -1))
-        # of a row that may read nothing the difference would be -inf + inf, which is NaN; this way its weights are 0
+        # `finite`, since a row that may read nothing would have -inf + inf = NaN; so its weights are 0
         outputs.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
-        del scores  # not kept while the next rows' are written
+        del scores  # frees its memory before the next rows' scores
     return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs, -2), torch.cat(sums, -1))
 
 
@@ -89,9 +96,10 @@ def gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
     bias: Any, causal: bool, scale: float, of_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Returns gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
+    """Returns the gradients of a block's q, k and v, and of its scores (B, H, s, t) if `of_bias`; else None.
 
-    gradient, output, lse  those of the whole row, merged over all blocks; the last is wide
+    gradient, output, lse   gradient of the output, output, and log-sum-exp of the block's queries over all their blocks
+    q, k, v, bias, causal   as of `attended`
     """
     kernel = _fused(q, k, v, bias, causal, scale)
     dtype = wide(q.dtype) if kernel is None or kernel.widens else q.dtype
@@ -103,7 +111,7 @@ def gradients(
     for rows in _rows(q, k):
         q_rows, g_rows = q[:, :, rows], gradient[:, :, rows]
         scores = _scores(q_rows, k, _of_rows(bias, rows), causal, scale, rows.start)
-        # by the whole row's sum, so these are the weights of one softmax over all blocks, computed again
+        # with the log-sum-exp over all blocks, these are the weights of one softmax over all of them
         weights = (scores - finite(lse[:, :, rows]).unsqueeze(-1)).exp()
         del scores
         delta = (g_rows * output[:, :, rows]).sum(-1, keepdim=True)

@@ -1,17 +1,17 @@
-"""Fused attention of one block of a ring: torch's kernels that return log-sum-exps, and which of them a block takes.
+"""Fused attention of one block of a ring, by those of torch's kernels that return log-sum-exps.
 
     kernel       on    computes in         its log-sum-exp, float32
     for the CPU  CPU   float32 or float64  (B, H, s)
     flash        GPU   16 bits             (B, H, s)
-    efficient    GPU   16 or 32 bits       (B, H, s rounded up to 32), filled up with inf
+    efficient    GPU   16 or 32 bits       (B, H, s rounded up to 32), padded with inf
     cuDNN        GPU   16 bits             (B, H, s, 1)
 
-On a GPU the kernel is the one that `scaled_dot_product_attention` would take for these tensors, `torch.backends.cuda`'s
-switches included. Each backward takes the output and the log-sum-exp of the whole row, which need not be its own: so
-blocks of one row, and their gradients, may take different kernels.
+On a GPU the kernel is the one that `scaled_dot_product_attention` would choose for these tensors, under the switches of
+`torch.backends.cuda`. Each backward takes output and log-sum-exp of whole rows, which another kernel may have computed,
+so blocks of one row, and their gradients, may use different kernels.
 
 What this does not do: blocks with a mask or a bias, values of another width than keys, float64 on a GPU, and kernels of
-other accelerators: None, and scores are written (`block_attention`). Source of the signatures: torch's
+other accelerators. For these the scores are materialised (`block_attention`). Source of the signatures: torch's
 `native_functions.yaml`; of the shapes: `torch/_meta_registrations.py`.
 """
 
@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend
 from shardwise.device import on_host, rounds_lse_up
 
 _ATEN = torch.ops.aten
-_LSE_ROWS = 32  # to a multiple of which the memory-efficient kernel rounds a log-sum-exp's rows up
-_FLASH_WIDTH = 8  # of which the width of a head is a multiple for flash: torch fills it up outside the kernel
+_LSE_ROWS = 32  # the memory-efficient kernel pads the rows of its log-sum-exp to a multiple of this
+_FLASH_WIDTH = 8  # the flash kernel takes head widths that are multiples of this (torch pads others outside of it)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Kernel:
 
     forward   (q, k, v, causal, scale) -> (output (B, H, s, D), log-sum-exp (B, H, s))
     backward  (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of (q, k, v)
-    widens    it is given tensors in the dtype in which blocks are merged; else in their own
+    widens    whether its inputs must be converted to the dtype in which blocks are merged; else they keep their own
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -46,35 +46,37 @@ class Kernel:
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel | None:
-    """Returns the kernel for a block of queries (B, H, s, D) and keys (B, H, t, D) without a mask, or None.
+    """Returns the kernel for a block of queries (B, H, s, D), keys and values (B, H, t, D) without mask; None if none.
 
-    causal  row i reads columns up to i
+    causal  whether row i reads columns up to i only
     """
-    # kernels take one width of values and keys, and at least one head
+    # kernels need values as wide as keys, and at least one head
     if q.shape[-1] != v.shape[-1] or not q.shape[1]:
         return None
-    # one kernel of the CPU takes any block
     if on_host(q.device):
         return FOR_CPU
-    # kernels differ in where the diagonal of a block lies that is not square
+    # in a block that is not square kernels place the diagonal differently
     if not q.numel() or not k.numel() or (causal and q.shape[-2] != k.shape[-2]):
         return None
     return KERNELS.get(torchs_choice(q, k, v, causal, scale))
 
 
 def torchs_choice(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> SDPBackend:
-    """Returns the kernel by which torch would compute attention of these tensors and its gradients on their device."""
+    """Returns the kernel that torch would choose for attention of these tensors with gradients; MATH if none fits."""
     key = torch._C._dispatch_key_for_device(q.device.type)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sdp_choice", key):  # of most accelerators
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sdp_choice", key):  # most accelerators lack it
         return SDPBackend.MATH
-    asked = [tensor.detach().requires_grad_() for tensor in (q, k, v)]  # some have no backward for wide heads
+    asked = [tensor.detach().requires_grad_() for tensor in (q, k, v)]  # since some have no backward for wide heads
     choice = SDPBackend(torch._fused_sdp_choice(*asked, None, 0.0, causal, scale=scale))
     return SDPBackend.MATH if choice == SDPBackend.FLASH_ATTENTION and q.shape[-1] % _FLASH_WIDTH else choice
 
 
 def _seeds(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns a (seed, offset) of dropout for kernels that take one; there is no dropout, and it is not read."""
+    """Returns zeros (seed of shape `sizes`, offset ()) for kernels' dropout arguments, which are not read here."""
     return torch.zeros(sizes, dtype=dtype, device=like.device), torch.zeros((), dtype=dtype, device=like.device)
+
+
+# Each pair of functions below is the `forward` and `backward` of a `Kernel`.
 
 
 def _for_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""`CutBlocks`: cut a sequence that is made inside the module (patches), from its first repeated block to the last.
+"""Cut a sequence that arises inside the module (patches of pictures), between its first repeated block and the last.
 
-    pictures -> patches (B, S, E), whole  |  blocks on shares (B, S/p, E)  |  (B, S, E), whole -> loss
-    backward                   gathered  <|                                |<  shares taken
+    pictures -> patches (B, S, E), uncut  |  blocks on shares (B, S/p, E)  |  (B, S, E), all-gathered -> loss
+    backward              all-gathered   <|                                |<  each rank takes its share
 
-Before and behind the blocks every rank computes all, and the loss counts once. Elements received by a rank: where the
-blocks end B S E (p-1)/p in a forward, and where they begin as many in a backward.
+Before and after the blocks every rank computes everything, and the loss counts once. Elements received by a rank:
+B S E (p-1)/p at the blocks' end in forward, and as many at their beginning in backward.
 
-What this does not do: cut where blocks are given something else than (B, S, E) as their first tensor.
+What this does not do: cut if the first tensor that blocks are given is not (B, S, E).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DIM = 1  # of (B, S, E)
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """Cuts the sequence (B, S, E) that a list's first block is given, and gathers what its last block returns.
+    """Cuts the sequence (B, S, E) that the first block of a list is given, and gathers what its last block returns.
 
     first, last  paths of the blocks
-    axes         over which positions are cut, outermost first
-    least        indices that every rank must have
-    The first block raises `RefusedPlan` for another first tensor, `InputError` for fewer positions.
+    axes         the axes that cut positions, outermost first
+    least        number of positions that every rank must have
+    The first block's call raises `RefusedPlan` for another first tensor, `InputError` for fewer positions.
     """
 
     first: str
@@ -59,7 +59,7 @@ class CutBlocks:
         return replace(self, axes=tuple(map(swap, self.axes)))
 
     def summary(self, stopped: str = "") -> str:
-        """Returns one line for the user; `stopped`: why what the batch has of positions could not be cut."""
+        """Returns a line for the user. `stopped`: why positions in the batch cannot be cut; "": the batch has none."""
         axes, ranks = " x ".join(f"{a.name}={a.size}" for a in self.axes), math.prod(a.size for a in self.axes)
         return (
             f"{axes} cuts the sequence that '{self.first}' is given along dim {DIM}, until '{self.last}' has run: "
@@ -72,29 +72,30 @@ class CutBlocks:
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
         if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():
-            # in a run too, whose batches may bring the block something else than the rehearsal did
+            # also in a run, since a batch may give the block other arguments than the rehearsal did
             raise RefusedPlan(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
-        # recompute runs the block again on what it was given then: shares
+        # recompute runs the block again on the shares that it was given
         if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):
             leaves[place] = entering(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
         return tree_unflatten(leaves, spec)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        """Returns the last block's output with all tensors gathered. Collective."""
         return tree_map_only(torch.Tensor, self._joined, output)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an output of the last block, gathered on every rank. Collective."""
         if isinstance(tensor, Part) and tensor.axis is self.axes[0] and tensor.dim_cut == DIM:
             return leaving(tensor, self._cuts(tensor.shape[DIM]), self.axes)
-        return whole(tensor)  # behind the blocks nothing is cut, in whatever way it was
+        return whole(tensor)  # cut in another way; behind the blocks nothing may be
 
     def _cuts(self, size: int) -> Cuts:
-        """Returns how `size` positions are dealt over the axes, in blocks; `InputError` where a rank has too few."""
+        """Returns the cuts of `size` positions into blocks over the axes; `InputError` if a rank has too few."""
         cuts, smallest = [], size
         for axis in self.axes:
             owners = Owners.blocks(size, axis.size)
             cuts.append((axis.name, DIM, owners))
-            # the smallest share of any rank: all ranks refuse alike, or none does
+            # `smallest` is of any rank, so that all ranks raise or none does
             size, smallest = owners.counts[axis.index], smallest // axis.size
         if smallest < self.least:
             raise InputError(f"'{self.first}' is given too few positions for {' x '.join(a.name for a in self.axes)}")
@@ -102,9 +103,9 @@ class CutBlocks:
 
 
 def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterator[CutBlocks]:
-    """Yields a cut from the first to the last of each list of blocks that are children of one module.
+    """Yields a `CutBlocks` for each list of two or more blocks that are children of one module.
 
-    blocks  their paths
+    blocks  paths of all blocks, in order;  axes, least  as of `CutBlocks`
     """
     beside: dict[str, list[str]] = {}
     for path in blocks:

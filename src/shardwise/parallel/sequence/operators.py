@@ -1,10 +1,10 @@
-"""A ring and its backward as operations of a compiled program: `shardwise::ring`.
+"""A ring and its backward as single operations of a compiled program, `shardwise::ring` and `shardwise::ring_backward`.
 
-A program knows no messages between two ranks, and a compiler may drop and move what it knows. So a ring stands in a
-program as it is, alike on all ranks, and runs with values as it does without a compiler: which blocks a mask leaves is
-looked at then, once for each operation.
+A compiler has no operations for messages between two ranks, and may drop or reorder operations that it knows. As one
+opaque operation a ring is the same on all ranks, and runs as it does without a compiler. Which blocks a mask leaves to
+compute is read when it runs, once for each operation.
 
-What this does not do: remember what a mask leaves from one layer to the next, since each is given tensors of its own.
+What this does not do: cache what a mask leaves from layer to layer, since each operation is given other tensor objects.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ _LIBRARY.define("ring_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Te
 
 @dataclass(frozen=True)
 class _Named:
-    """What a compiled program names by number: one ring, and its mask without tensors where that is a function."""
+    """What an operation's argument `named` stands for.
+
+    ring  the ring, without its tensors
+    mask  a mask given as a function, without its tensors; None if it is a tensor or there is none
+    """
 
     ring: Rounds
     mask: Bare | None
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """Returns (the mask's tensors, the number that stands for the `_Named` of the ring in the compiled program)."""
+    """Returns (the mask's tensors, the number of the ring's `_Named`), arguments of the operation."""
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 
 
 def _named_ring(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.Tensor | None]:
-    """Returns (ring, mask or None) for the number in a compiled program and the mask's tensors of this step."""
+    """Returns (ring, mask or None) from the arguments that `_taken` made."""
     named: _Named = by_number(number)
     mask = named.mask.filled(tensors) if named.mask is not None else tensors[0] if tensors else None
     ring, call = named.ring, named.ring.call
-    if tensors:  # they had no values when the program was written, and have others in each step
+    if tensors:  # without values when the program was traced, and other values in each step
         kinds = kinds_of(mask, mask, call.queries, call.keys, call.key_count, call.is_causal)
         ring = replace(ring, call=replace(call, kinds=kinds))
     return ring, mask
@@ -54,7 +58,7 @@ def _named_ring(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, t
 def forward_written(
     ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (output, log-sum-exp) of `forward_around`, as one operation of the program being compiled."""
+    """Returns what `forward_around` does, (output, log-sum-exp), as one operation of the program being traced."""
     return torch.ops.shardwise.ring(q, k, v, *_taken(ring, mask))
 
 
@@ -62,14 +66,15 @@ def backward_written(
     ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Returns the gradients of `backward_around`, as one operation of the program being compiled."""
+    """Returns what `backward_around` does, as one operation of the program being traced."""
     tensors, number = _taken(ring, mask)
     *of_qkv, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
-    return *of_qkv, of_mask if wants_mask else None  # an operation returns tensors: an empty one for None
+    return *of_qkv, of_mask if wants_mask else None  # operations return tensors only, here an empty one
 
 
 @torch.library.impl(_LIBRARY, "ring", "CompositeExplicitAutograd")
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor], named: int) -> tuple:
+    """Runs the operation `ring`; returns (output, log-sum-exp). `mask`, `named`: as from `_taken`. Collective."""
     ring, whole = _named_ring(named, mask)
     return forward_around(ring, q.contiguous(), k.contiguous(), v.contiguous(), whole)
 
@@ -79,9 +84,9 @@ def _run_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
-    """Returns the gradients of queries, keys, values and mask (empty without) of the ring named `named`. Collective."""
+    """Runs `ring_backward`; returns gradients of q, k, v and mask (empty unless `wants_mask`). Collective."""
     ring, whole = _named_ring(named, mask)
-    # as `from_axis` gives them where nothing is compiled; a program may have laid them out otherwise
+    # contiguous as from `from_axis` without a compiler, which may have chosen other strides
     gradient, q, k, v = (tensor.contiguous() for tensor in (gradient, q, k, v))
     *of_qkv, of_mask = backward_around(ring, gradient, q, k, v, whole, output, lse, wants_mask)
     return *of_qkv, q.new_empty(0) if of_mask is None else of_mask
@@ -89,6 +94,7 @@ def _run_backward(
 
 @torch.library.impl(_LIBRARY, "ring", "Meta")
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor], named: int) -> tuple:
+    """Returns empty tensors like the results of `_run`."""
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
@@ -97,6 +103,6 @@ def _shapes_of_gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
-    """Returns empty tensors like the gradients that `_run_backward` gives."""
+    """Returns empty tensors like the results of `_run_backward`."""
     of_mask = mask[0].new_empty(mask[0].shape) if wants_mask else q.new_empty(0)
     return *(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), of_mask

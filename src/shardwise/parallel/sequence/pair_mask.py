@@ -1,10 +1,10 @@
-"""`PairMask`: a mask (B, 1, S, T) given as a function of indices, of which blocks are made when they are read.
+"""`PairMask`, an attention mask (B, 1, S, T) given as a function of indices and evaluated block by block.
 
     function(sample, head, query, key) -> bool, on tensors of indices that broadcast
-    block((0, 4), (8, 12))             the function on rows 0..3 and columns 8..11, made when a kernel asks for rows
+    block((0, 4), (8, 12))             the function on rows 0..3 and columns 8..11, evaluated when a kernel needs rows
 
-Attention of cut positions reads it block by block, and no rank holds (S, T). Any other operation is given the mask as
-a tensor, as it would have been.
+Attention on cut positions reads it block by block, so no rank holds (S, T). Any other operation gets the mask as a
+tensor.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from shardwise.part.sums import plain
 from shardwise.trace.leaves import replaced, tensors_in
 
 Range = tuple[int, int]
-At = Range | np.ndarray  # global indices of queries and keys that attention takes together: a range, or each of them
+At = Range | np.ndarray  # global indices of queries or keys that attention takes together, as (start, stop) or (n,)
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _CPU = torch.device("cpu")
 
 
 class PairMask(torch.Tensor):
-    """A mask of every pair of a query and a key, by a function of their indices.
+    """A bool mask of every pair of a query and a key (True: may be read), as a function of their indices.
 
-    looks_back  its last query may read the first key, and the first query not the last key
-    fixed       it follows from lengths alone: the function reads no tensor
+    function    (sample, head, query, key), index tensors that broadcast -> bool tensor
+    looks_back  whether the last query may read the first key, but the first query not the last key
+    fixed       whether the mask depends on lengths alone, since the function closes over no tensor
     """
 
     function: Function
@@ -53,23 +54,24 @@ class PairMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Returns the mask itself if the function leaves it unchanged; else the function's result on the tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _LEAVES_IT and args and isinstance(args[0], PairMask) and _as_it_is(name, args, kwargs):
             return args[0]
-        if name not in _ASKS:  # whatever reads elements is given the tensor, as if no function had stood for it
+        if name not in _ASKS:  # it reads elements
             args, kwargs = replaced(PairMask, whole_mask, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        # below autograd, past the function above: what asks for memory is given the tensor
+        """Returns the result on the mask as a tensor, for calls below torch's functions."""
         args, kwargs = replaced(PairMask, whole_mask, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def values(self, rows: At, columns: At, device: torch.device | None = None) -> torch.Tensor:
-        """Returns the mask there: (B or 1, 1, rows, columns)."""
+        """Returns the mask's values (B or 1, 1, rows, columns) at these indices. `device`: None for the mask's own."""
         device = self.device if device is None else device
         sample = torch.arange(self.shape[0], device=device).view(-1, 1, 1, 1)
         query, key = (indices_at(at, device) for at in (rows, columns))
@@ -77,17 +79,17 @@ class PairMask(torch.Tensor):
         return allowed.expand(-1, -1, len(query), len(key))
 
     def block(self, rows: At, columns: At) -> MaskBlock:
-        """Returns the mask of some rows and columns, not made yet."""
+        """Returns some rows and columns of the mask, which are evaluated when they are read."""
         return MaskBlock(self, rows, columns)
 
     def kinds(self, pairs: tuple[tuple[Range, Range], ...]) -> Mapping[tuple[Range, Range], str] | None:
-        """Returns by (rows, columns) "empty", "full", "diagonal" or "masked": what may be read there.
+        """Returns (rows, columns) of each of `pairs` -> what may be read there, or None if tensors have no values.
 
-        None where it depends on tensors without values.
+        The kinds are "empty" (nothing), "full" (all), "diagonal" (the lower triangle) and "masked" (something else).
         """
-        if pairs in self._kinds:  # all layers are given one mask
+        if pairs in self._kinds:  # most models give all layers one mask
             return self._kinds[pairs]
-        if self.fixed:  # in a rehearsal without values too; on the CPU, so that no device is waited for
+        if self.fixed:  # also in a rehearsal without values; on the CPU, so that the host waits for no device
             with _disable_current_modes():
                 table = torch.stack([self._look(q, k, _CPU) for q, k in pairs]).tolist()
         elif all(map(has_values, _tensors_of(self.function))):
@@ -98,14 +100,15 @@ class PairMask(torch.Tensor):
         return self._kinds[pairs]
 
     def _look(self, rows: Range, columns: Range, device: torch.device) -> torch.Tensor:
+        """Returns `look_at` of a block of the mask."""
         return look_at(self.values(rows, columns, device), rows == columns)
 
 
 def look_at(block: torch.Tensor, alike: bool, full: bool = True) -> torch.Tensor:
-    """Returns (3,) of bool: whether a block lets any pair be read, all pairs, exactly the lower triangle.
+    """Returns a bool tensor (3,): whether a block allows any pair, all pairs, exactly the lower triangle.
 
-    alike  its rows and columns are the same positions; else the third is False
-    full   whether to look for all pairs; else the second is False
+    alike  whether its rows and columns are the same positions; if not, the third is False
+    full   whether to compute the second; if not, it is False
     """
     none = block.new_zeros(())
     diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else none
@@ -113,14 +116,14 @@ def look_at(block: torch.Tensor, alike: bool, full: bool = True) -> torch.Tensor
 
 
 def kinds_by_pair(pairs: Sequence[tuple[Range, Range]], table: Any) -> dict[tuple[Range, Range], str]:
-    """Returns pair -> "empty", "full", "diagonal" or "masked"; `table`: the row that `look_at` gave of each pair."""
+    """Returns pair -> "empty", "full", "diagonal" or "masked". `table`: for each pair the result of `look_at`."""
     names = ["empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
              for some, every, diagonal in table]  # fmt: skip
     return dict(zip(pairs, names, strict=True))
 
 
 class MaskBlock:
-    """Some rows and columns of a mask, made a few rows at a time."""
+    """Some rows and columns of a mask, evaluated a few rows at a time."""
 
     dtype = torch.bool
 
@@ -128,32 +131,29 @@ class MaskBlock:
         self.mask, self.rows, self.columns = mask, rows, columns
 
     def of_rows(self, rows: slice) -> torch.Tensor:
-        """Returns (B or 1, 1, rows, columns) of some of the block's rows, which `rows` counts from its first."""
+        """Returns the values (B or 1, 1, rows, columns) of the block's rows in the slice `rows`, from its first."""
         at = self.rows
         some = (at[0] + rows.start, at[0] + rows.stop) if isinstance(at, tuple) else at[rows]
         return self.mask.values(some, self.columns)
 
 
-_ASKS = {"__get__", "dim", "size", "numel", "element_size", "__len__", "stride", "is_floating_point"}
-_LEAVES_IT = {"detach", "contiguous", "to", "__getitem__"}
+_ASKS = {"__get__", "dim", "size", "numel", "element_size", "__len__", "stride", "is_floating_point"}  # read no element
+_LEAVES_IT = {"detach", "contiguous", "to", "__getitem__"}  # may leave the mask unchanged
 
 
 def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
-    """Returns whether a function leaves the mask as it is: not moved, not cast, no part of it taken.
+    """Whether a call of a function in `_LEAVES_IT` leaves the mask unchanged, so that it need not become a tensor.
 
-    Else `mask.to(device)`, or a slice that takes all, would make the tensor.
+    For example `mask.to(device)` with its own device, or a slice of everything.
     """
     mask, *rest = args
     options = [*rest, *kwargs.values()]
-    # "to" a device or dtype that it has already makes no tensor
     if name == "to":
         same = (torch.bool, mask.device, str(mask.device))
         return all(option in same for option in options if not isinstance(option, bool))
-    # detach and contiguous leave it alone; with options they would make one
     if name != "__getitem__":
         return not options
     taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
-    # a slice that takes less than all would have to be made
     return len(taken) <= mask.dim() and all(
         isinstance(part, slice) and part.indices(n) == (0, n, 1) for part, n in zip(taken, mask.shape, strict=False)
     )
@@ -166,27 +166,28 @@ def whole_mask(mask: PairMask) -> torch.Tensor:
 
 
 def indices_at(at: At, device: torch.device) -> torch.Tensor:
-    """Returns (n,) the indices of a range, or these single ones, on a device."""
+    """Returns the indices (n,) that `at` stands for, as a tensor on a device."""
     return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
 
 
 def whole_function(function: Any) -> Any:
-    """Returns the function with the cut tensors that it closes over gathered, so that each rank can call it alone.
+    """Returns a copy of the function that closes over gathered tensors in place of cut ones. Collective.
 
-    Collective. `ValueError` where what it closes over is not followed: it is no function, number or tensor.
+    Each rank can then call it alone. Raises `ValueError` if it closes over anything but functions, plain values,
+    tensors, and tuples and lists of these.
     """
     return _remade(function, lambda tensor: plain(tensor) if isinstance(tensor, Distributed) else tensor)
 
 
 def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the function with `of_tensor` applied to each tensor that it closes over; `ValueError` as above."""
+    """Returns a copy of the function that closes over `of_tensor(t)` in place of each tensor t; raises as above."""
     if isinstance(function, torch.Tensor):
         return of_tensor(function)
     if isinstance(function, tuple | list):
         return type(function)(_remade(item, of_tensor) for item in function)
     if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
-    # an object may hold tensors anywhere: it cannot be rebuilt with others in their places
+    # an object may hold tensors anywhere, and cannot be copied with other ones
     if not isinstance(function, FunctionType):
         raise ValueError(f"a mask that closes over {type(function).__name__}")
     if not function.__closure__:
@@ -200,8 +201,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _tensors_of(function: Any) -> list[torch.Tensor]:
-    """Returns the tensors that a function closes over, in the order in which `_remade` comes to them."""
-    # in the order of `_remade`, which puts others in their places
+    """Returns the tensors that a function closes over, in the order in which `_remade` replaces them."""
     if isinstance(function, FunctionType):
         return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
     if isinstance(function, tuple | list):
@@ -221,9 +221,13 @@ def _identity(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bare:
-    """A `PairMask` without the tensors of its function, which a program that is written for it takes as inputs."""
+    """A `PairMask` without its function's tensors, which are inputs of a compiled program. Equal ones share a program.
 
-    identity: Any  # equal where functions give the same of the same tensors
+    identity  key of the function, from `_identity`
+    mask      a mask with empty tensors (the mask itself if it is `fixed`); other fields are those of the mask
+    """
+
+    identity: Any
     shape: tuple[int, ...]
     device: torch.device
     looks_back: bool
@@ -232,18 +236,19 @@ class Bare:
     @classmethod
     def of(cls, mask: PairMask) -> tuple[Bare, list[torch.Tensor]]:
         """Returns (the mask without its tensors, its tensors)."""
-        # empty ones in their places, so that what a program names keeps no memory of a batch
+        # empty tensors in place of the mask's, so that a program keeps no memory of a batch
         none = [t.new_empty(0) for t in _tensors_of(mask.function)]
         bare = mask if mask.fixed else _with_tensors(mask, none)
         identity = _identity(mask.function)
         return cls(identity, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
-        """Returns the mask whose function closes over these tensors."""
+        """Returns the mask with these tensors in its function."""
         return _with_tensors(self.mask, tensors) if tensors else self.mask
 
 
 def _with_tensors(mask: PairMask, tensors: Sequence[torch.Tensor]) -> PairMask:
+    """Returns a copy of the mask whose function closes over `tensors`, in the order of `_tensors_of`."""
     others = iter(tensors)
     function = _remade(mask.function, lambda _: next(others))
     return PairMask(function, tuple(mask.shape), mask.device, mask.looks_back)

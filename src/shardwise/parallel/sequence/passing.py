@@ -1,14 +1,15 @@
-"""Pass keys, values and their gradients around a ring, as pairs' `Call` has it. A plan's key would come by `Axis`.
+"""Pass keys, values and their gradients around a ring, along the ways that `ring_plan.Call` gives.
 
-A block goes from one rank that reads any of it to the next, past those that do not; the next one comes while the one
-at hand is computed. The sum of its gradients goes the same way, then to its owner.
+A *block* is the keys and values of one rank. It goes from one rank that reads any of it to the next that does, and
+arrives there while that rank computes on the block before. The sum of its gradients goes the same way, and from the
+last reader to the block's owner. A plan's option for this would arrive with `Call.axis`.
 
-    step t of rank r    has the block of r - t    round t of keys: it goes on, the block of r - t - 1 comes
-                        computes on it            round t of sums: its gradients go on, those of r - t - 1 come
+    step t of rank r    has the block of r - t    round t of keys: sends it on, receives the block of r - t - 1
+                        computes on it            round t of sums: sends on its gradients, receives those of r - t - 1
 
-What goes and comes in a round begins together, and all ranks come to the rounds in one order, so that no rank waits for
-one that waits for it, whatever a backend buffers. A block that is passed over waits where it is, for the round in
-which its next reader expects it.
+All messages of a round begin together, and all ranks run the rounds in the same order, so no ranks wait for each other
+in a circle, whatever a backend buffers. If the next rank does not read a block, it is kept until the round in which
+its next reader expects it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def blocks_passing(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors]]:
-    """Yields (rank, its keys and values): this rank's own, then those that it reads; one block is sent ahead."""
-    if call.keys is None:  # whole on every rank: nothing passes
+    """Yields (owner's rank, (keys, values)) of each block that this rank reads, `mine` first. Collective.
+
+    The next block is received while the caller uses the one that was yielded.
+    """
+    if call.keys is None:  # keys are not cut
         yield call.axis.index, mine
         return
     for source, block in _steps(call, mine):
@@ -36,17 +40,17 @@ def blocks_passing(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors]]:
 
 
 def _steps(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors | None]]:
-    """Yields (rank, its tensors, or None where this rank reads none of them) for each step, this rank's own first."""
+    """Yields for each step (owner's rank, its tensors; None if this rank reads none of them), this rank's own first."""
     axis, me = call.axis, call.axis.index
     rounds = _Rounds(call, _KEYS)
-    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # by round: (rank, whose block, it) that go on in it
+    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # round -> (receiver, owner, block) to send in it
     block: Tensors | None = mine
     for step in range(axis.size):
         source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
         if block is not None and (after := call.after(source)) is not None:
             waiting.setdefault(_round_of(call, source, after), []).append((after, source, block))
         sender = call.before(coming) if step + 1 < axis.size else None
-        # begun before the block at hand is yielded, so that the next one arrives while it is used
+        # before the block is yielded, so that the next one arrives while it is used
         arriving = rounds.begin(waiting.pop(step, []), [] if sender is None else [(sender, coming, mine)])
         yield source, block
         block = arriving[0].received() if arriving else None
@@ -54,41 +58,42 @@ def _steps(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors | None]]:
 
 
 def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
-    """Returns the gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
+    """Returns the gradients of this rank's keys and values `mine`, summed over the ranks that read them. Collective.
 
-    The sum of a block begins at the first rank that it comes to, and goes to its owner from the last one.
+    The sum of a block's gradients begins at its first reader, is passed from reader to reader, and from the last one
+    to the owner.
 
-    block  (source, *tensors of that rank): this rank's summand of their gradients
+    block  from (owner's rank, its keys, its values) to this rank's summands of their gradients
     """
     axis, me = call.axis, call.axis.index
-    if call.keys is None:  # every rank has all keys: nothing travels
+    if call.keys is None:  # every rank has all keys, and nothing is sent
         return block(me, *mine)
     like = tuple(tensor.new_empty(0, dtype=wide(tensor.dtype)) for tensor in mine)
     own: Tensors = ()
     rounds = _Rounds(call, _SUMS)
-    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # by round: (rank, whose block, its sum) that go in it
-    coming: _Arriving | None = None  # what other ranks have summed of the next step's block
-    home: _Arriving | None = None
+    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # round -> (receiver, owner, sum) to send in it
+    coming: _Arriving | None = None  # sum that arrives for the block of the next step
+    home: _Arriving | None = None  # sum that arrives for this rank's own block, from its last reader
     for step, (source, tensors) in enumerate(_steps(call, mine)):
         if tensors is not None:  # else this rank reads nothing of the block
             gradients = block(source, *tensors)
             if coming is not None:
                 gradients = _added(gradients, coming.received())
             if source == me:
-                own = gradients  # stays here; what other ranks add to it comes at the end
-            # on to the next rank that reads the block, in the round that brings it there, or, from the last one, home
+                own = gradients  # the other ranks' sum is added at the end
+            # to the next reader, in the round in which it expects the sum, or from the last reader to the owner
             else:
                 after = call.after(source)
                 number = step if after is None else _round_of(call, source, after)
                 waiting.setdefault(number, []).append((source if after is None else after, source, gradients))
             del gradients
-        del tensors  # not kept while the next block is computed
+        del tensors  # frees the block's memory before the next one is used
         coming, last = None, _last_step(call, me) == step
         comes = _sums_before(call, (source - 1) % axis.size) if step + 1 < axis.size else None
         receives = [] if comes is None else [(comes, (source - 1) % axis.size, like)]
         receives += [(call.ways[me][-1], me, like)] if last else []
         arriving = rounds.begin(waiting.pop(step, []), receives)
-        if last:  # in this round the sum of this rank's own block comes home
+        if last:  # the last of `receives`
             home = arriving.pop()
         coming = arriving[0] if arriving else None
     if home is not None:
@@ -98,51 +103,51 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
 
 
 def _round_of(call: Call, source: int, reader: int) -> int:
-    """Returns the round in which a block, or its sum, is sent to `reader`: the one before it computes with that."""
+    """Returns the round in which the block of `source`, or its sum, is sent to `reader`, one before its step."""
     return (reader - source) % call.axis.size - 1
 
 
 def _last_step(call: Call, source: int) -> int:
-    """Returns the step in which the last other reader has a block and sends its sum home; -1: nobody else does."""
+    """Returns the step in which the last reader of a block sends its sum to the owner; -1 if no other rank reads it."""
     return (call.ways[source][-1] - source) % call.axis.size if call.ways[source] else -1
 
 
 def _sums_before(call: Call, source: int) -> int | None:
-    """Returns the rank that sends this one a block's sum of gradients so far; None where this rank begins the sum."""
+    """Returns the rank that sends this one the sum of a block's gradients so far; None if this rank begins it."""
     before = call.before(source)
-    return None if before == source else before  # from its owner a block comes first to this rank: no sum before
+    return None if before == source else before  # the owner's own summand is added at the end
 
 
 def _added(own: tuple[torch.Tensor, ...], arrived: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns this rank's new gradients plus those that arrived, added in place: nobody else has these tensors."""
+    """Adds the gradients that arrived to this rank's new ones, in place, and returns these."""
     return tuple(mine.add_(other) for mine, other in zip(own, arrived, strict=True))
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:
-    """Returns the shapes of a rank's keys and values that has so many positions."""
+    """Returns `shapes`, of this rank's keys and values, with another number of positions."""
     return [[positions if d == POSITIONS else n for d, n in enumerate(shape)] for shape in shapes]
 
 
-_KEYS, _SUMS = 0, 2  # kinds of messages, of two tensors each
+_KEYS, _SUMS = 0, 2  # first tags of the two kinds of messages, of two tensors each
 
 
 class _Rounds:
-    """The rounds of one kind of messages; holds what is sent until it has left, so its memory is not used again."""
+    """The rounds of one kind of messages, `_KEYS` or `_SUMS`. Keeps tensors alive until they have been sent."""
 
     def __init__(self, call: Call, kind: int):
         self.call, self.kind = call, kind
         self.pending: list[tuple[Pending, torch.Tensor]] = []
 
     def begin(self, sends: list[tuple[int, int, Tensors]], receives: list[tuple[int, int, Tensors]]) -> list[_Arriving]:
-        """Begin a round of messages without waiting; returns what arrives, in the order of `receives`.
+        """Begins a round of messages without waiting; returns an `_Arriving` for each of `receives`.
 
-        sends     (to which rank, whose block, its tensors)
-        receives  (from which rank, whose block, tensors of the same dtypes)
+        sends     (receiver's rank, owner of the block, its tensors)
+        receives  (sender's rank, owner of the block, tensors of the same dtypes)
         """
         kind = self.kind
-        self.pending = [(p, t) for p, t in self.pending if not p.over]  # what has left gives its memory back
-        # a tag for each tensor: keys and sums of one block may be on their way between two ranks at once. A rank
-        # without positions sends nothing, and nobody expects it
+        self.pending = [(p, t) for p, t in self.pending if not p.over]  # frees what has been sent
+        # a tag for each tensor, since keys and sums of one block may travel between two ranks at once; empty tensors
+        # are neither sent nor expected
         going = [
             RankMessage(tensor.contiguous(), to, 4 * source + kind + place, "ring")
             for to, source, tensors in sends
@@ -164,14 +169,14 @@ class _Rounds:
         return made
 
     def wait(self) -> None:
-        """Wait until everything has left."""
+        """Waits until everything has been sent."""
         for pending, _ in self.pending:
             pending.wait()
         self.pending.clear()
 
 
 class _Arriving:
-    """The tensors of the block of rank `source`, while they are received."""
+    """The tensors of the block of rank `source` while they are received. `like`: tensors of their dtypes."""
 
     def __init__(self, call: Call, source: int, like: Tensors):
         assert call.keys is not None
@@ -180,7 +185,7 @@ class _Arriving:
         self.pending: list[Pending] = []
 
     def received(self) -> Tensors:
-        """Returns the tensors of the block that arrives; waits for them."""
+        """Waits for the tensors, and returns them."""
         for pending in self.pending:
             pending.wait()
         return self.tensors

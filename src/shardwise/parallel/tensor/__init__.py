@@ -1,4 +1,4 @@
-"""Tensor parallelism: derived cuts, shares of weights, parts of activations."""
+"""Tensor parallelism: derives which weights are sharded, holds shares of them, and compiles blocks on shares."""
 
 from shardwise.parallel.tensor.compiled import OPTIONS, compile_block, why_eager
 from shardwise.parallel.tensor.cut_weights import TensorParallel, install

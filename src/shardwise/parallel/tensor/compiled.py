@@ -1,26 +1,25 @@
-"""Compile blocks whose weights or activations are cut: as a program on this rank's plain shares.
+"""Compile blocks whose weights or activations are sharded, as programs on this rank's plain shares.
 
-Activations are parts, which the compiler does not know. But what their rules do is a program of plain operations on
-shares, with collectives between them, and its backward is one too. The block is run once on shares without values
-and written down, forward and backward; the compiler is given that.
+The compiler does not support `Part`s. But their rules run plain operations on shares, with collectives in between, in
+backward too. So the block is traced once on shares without values, forward and backward, and the trace is compiled.
 
     caller        Part x ──unwrapped── share ─┐                           ┌─ share ──wrapped── Part y
     compiled                                  └─ block on parts, traced ──┘
-    in it         products of shares · all-reduce · what lies between them, fused
+    in it         products of shares · all-reduce · other operations, fused
 
-Tracing stands in for Python: what a block decides by anything but its tensors' values is decided once. It is traced
-anew for other shapes, other arguments, another mode (training, gradients), and other plain attributes of its modules.
-Tensors that it leaves in attributes (an auxiliary loss) are results of the program. A block that cannot be written
-down so (it reads values, counts calls, writes into arguments, draws from Python's generators) runs as it is, which is
-told: a trace fails alike on every rank. What the compiler makes of a trace may fail on one alone, and is refused.
+A trace holds decisions that Python made by anything but tensors' values. A block is traced again for other shapes,
+arguments, modes (training, gradients), and plain attributes of its modules. Tensors that it stores in attributes (an
+auxiliary loss) are results of the program. A block that cannot be traced (it reads values, counts calls, writes into
+arguments, uses Python's random numbers) runs uncompiled, with a notice, since a trace fails alike on every rank. If
+the compiler fails on a trace, which may happen on one rank alone, the plan is refused.
 
-Collectives are those of torch.distributed's functional form, which the compiler keeps in their order; since ranks
-must come to them in one order, each must compile the same program: a block whose shares are uneven runs as it is.
+Collectives are in torch.distributed's functional form, whose order the compiler keeps. All ranks must run them in one
+order, so each must compile the same program, and a block with uneven shares runs uncompiled.
 
-Messages between two ranks, of which a program knows none, stand in it as operations of our own (`parallel/sequence`).
+A ring's messages between two ranks are inside opaque operations (`parallel/sequence/operators`).
 
-What this does not do: compile under a dispatch mode (masks by global index, a ledger), where a block runs as it is;
-see what a block reads from objects that are not its own.
+What this does not do: compile under a dispatch mode (masks by global index, a ledger), under which a block runs
+uncompiled; notice a change in objects outside the block that it reads.
 """
 
 from __future__ import annotations
@@ -44,26 +43,27 @@ from shardwise.part import forget
 from shardwise.part.plain_shares import APART, PartLayout, keeping, unwrapped, wrapped
 from shardwise.python_seeds import python_kept, python_states
 
-MOST = 16  # programs of one block; further shapes run as they are
-# torch 2.10 to 2.13: kernels that reduce rows and columns at once leave slices of gradients unwritten on a GPU, without
-# a word, where norms take scale and shift from one tensor, as in a DiT (pytorch/pytorch#193061)
+MOST = 16  # programs of one block; calls with further shapes run uncompiled
+# torch 2.10 to 2.13: kernels that reduce rows and columns at once silently leave slices of gradients unwritten on a
+# GPU if norms take scale and shift from one tensor, as in a DiT (pytorch/pytorch#193061)
 OPTIONS = {"triton.mix_order_reduction": False}
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-_Attribute = tuple[int, str]  # (which of the block's modules, name)
+_Attribute = tuple[int, str]  # (index of the module in `block.modules()`, attribute)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def compile_block(block: nn.Module, path: str, notices: list[str]) -> None:
-    """Make the block's forward run compiled. Weights must read as parts (`install`).
+    """Replaces the block's forward by a compiled one; called after `install`, so that weights read as `Part`s.
 
-    notices  gets a line in the first step where the block turns out to run as it is
-    The first call raises `RefusedPlan` where the compiler fails on what was written down.
+    path     of the block, for messages
+    notices  a line is appended in the first step if the block cannot be traced, and so runs uncompiled
+    The first call raises `RefusedPlan` if the compiler fails on the trace.
     """
     block.forward = _Compiled(block, path, notices)
 
 
 def why_eager(block: nn.Module) -> str:
-    """Returns why a block cannot be compiled, as far as its structure tells, or ""."""
+    """Returns why a block cannot be compiled, as far as its structure shows; "" if it may be."""
     for child in block.modules():
         cuts = child.__dict__.get("_tensor_cuts", ({}, None))[0].values()
         if any(cut is not None and len(set(cut.owners.counts)) > 1 for cut in cuts):
@@ -73,14 +73,22 @@ def why_eager(block: nn.Module) -> str:
 
 @dataclass
 class _Program:
-    """One compiled program, and how its results are put together."""
+    """One compiled program, and how the caller's results are made from its plain tensors.
 
-    trace: Callable[..., tuple[torch.Tensor, ...]]  # the block on shares, as the compiler meets it
+    trace   the block on shares, which the compiler traces;  run  the compiled function
+    traced  of the last trace, [tree of (output, attributes' values), its leaves with `_TENSOR` for tensors, a layout or
+            None for each leaf, the attributes in which the block left tensors]
+    named   objects that operations of the program refer to by number
+    ran     whether it has run once
+    raised  what the block raised while it was traced; None if nothing
+    """
+
+    trace: Callable[..., tuple[torch.Tensor, ...]]
     run: Callable[..., tuple[torch.Tensor, ...]] = field(init=False)
-    traced: list[Any] = field(default_factory=list)  # the last trace: (spec, leaves, layouts, left attributes)
-    named: list[Any] = field(default_factory=list)  # what it names by number
+    traced: list[Any] = field(default_factory=list)
+    named: list[Any] = field(default_factory=list)
     ran: bool = False
-    raised: BaseException | None = None  # by the block, while it was traced
+    raised: BaseException | None = None
 
 
 class _Compiled:
@@ -89,28 +97,29 @@ class _Compiled:
     def __init__(self, block: nn.Module, path: str, notices: list[str]):
         self.block, self.path, self.notices = block, path, notices
         self.forward = block.forward
-        self.programs: dict[tuple, _Program] = {}  # by `_key` of the call
-        self.left: set[_Attribute] = set()  # in which the block leaves a tensor
-        self.eager: set[bool] = set()  # modes (training or not) in which a trace failed
+        self.programs: dict[tuple, _Program] = {}  # `_key` of a call -> its program
+        self.left: set[_Attribute] = set()  # attributes in which the block leaves a tensor
+        self.eager: set[bool] = set()  # values of `training` for which a trace failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a mode (masks by global index, a ledger) must see every operation, which a compiled program does not run
+        """Returns the block's results, by a compiled program if it can be traced."""
+        # a mode (masks by global index, a ledger) must see every operation, which a program would hide
         if self.block.training in self.eager or is_in_torch_dispatch_mode():
             return self.forward(*args, **kwargs)
         try:
             return self._compiled(args, kwargs)
         except _NotWritten as failure:
             self.eager |= {self.block.training} if failure.lasting else set()
-            if not any(str(failure) in notice for notice in self.notices):  # of alike blocks the first
+            if not any(str(failure) in notice for notice in self.notices):  # only for the first of alike blocks
                 self.notices.append(f"compile leaves '{self.path}' and blocks like it as they are: {failure}")
             return self.forward(*args, **kwargs)
 
     def _compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns the results of the program for this kind of call. Raises `_NotWritten` where there can be none."""
+        """Returns the results of the program for this kind of call; raises `_NotWritten` if it cannot be traced."""
         leaves, spec = tree_flatten(_opened((args, kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         layouts = [PartLayout.of(leaves[place]) for place in places]
-        # uneven shares: ranks would compile programs of their own, and could come to collectives in other orders
+        # with uneven shares ranks would compile different programs, perhaps with collectives in different orders
         if any(layout is not None and layout.uneven_weights for layout in layouts):
             return self.forward(*args, **kwargs)
         state = [tensor for _, _, tensor in _state_of(self.block)]
@@ -118,20 +127,20 @@ class _Compiled:
         key = self._key(leaves, dict(zip(places, layouts, strict=True)), spec, [*inputs, *state])
         program = self.programs.get(key)
         if program is None:
-            if len(self.programs) >= MOST:  # shapes that change from call to call run as they are
+            if len(self.programs) >= MOST:  # shapes change from call to call
                 return self.forward(*args, **kwargs)
             program = self.programs[key] = self._program(leaves, places, layouts, spec)
         try:
-            with keeping(program.named):  # each time: whether it is written down again is the compiler's choice
+            with keeping(program.named):  # at every run, since the compiler decides when it traces
                 results = program.run(*inputs, *state)
         except ShardwiseError:
             raise
         except Exception as error:
-            if program.ran:  # what was compiled and ran before fails for a reason of its own
+            if program.ran:  # the program was compiled, and fails for another reason
                 raise
-            from torch._dynamo.exc import BackendCompilerFailed  # heavy, and loaded by now
+            from torch._dynamo.exc import BackendCompilerFailed  # a slow import, which the compiler has done by now
 
-            # the block itself was written down, and the compiler failed on that
+            # tracing succeeded, but compiling failed
             if program.raised is None and isinstance(error, BackendCompilerFailed):
                 raise self._refused(error) from error
             raise _NotWritten(_cause(program.raised or error)) from None
@@ -148,9 +157,11 @@ class _Compiled:
         return output
 
     def _key(self, leaves: list, layouts: dict[int, PartLayout | None], spec: TreeSpec, tensors: list) -> tuple:
-        """Returns the key of a call's program: all that its trace depends on. Raises `_NotWritten` for other arguments.
+        """Returns the key of a call's program, which has all that its trace depends on.
 
-        tensors  as they are handed to the program: the call's, then the block's own
+        leaves   of the call's arguments, in the tree `spec`;  layouts  index of a tensor leaf -> how it is cut, or None
+        tensors  the program's inputs, which are the call's plain tensors and then the block's parameters and buffers
+        Raises `_NotWritten` for an argument that is neither a tensor nor a plain value.
         """
         others: list[Any] = []
         for place, leaf in enumerate(leaves):
@@ -164,50 +175,50 @@ class _Compiled:
                 raise _NotWritten(f"{reason} (caches of transformers: config.use_cache=False)", lasting=False)
         described = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         mode = (torch.is_grad_enabled(), autocast_states())
-        # what the call before left in an attribute is not read: any tensor there is as good as another
+        # tensors that the call before left in attributes are not read, so they do not matter
         attributes = _attributes(self.block) | dict.fromkeys(self._holding(), _TENSOR)
         return spec, tuple(others), described, mode, tuple(attributes.items())
 
     def _refused(self, error: BaseException) -> RefusedPlan:
-        """Returns the refusal of a block on whose trace the compiler failed."""
+        """Returns the refusal of a plan because the compiler failed with `error` on this block's trace."""
         return RefusedPlan(
             f"compile=true: the compiler fails on '{self.path}', written down as a program on shares: {_cause(error)}; "
             "use compile=false, or a plan that cuts neither weights nor positions"
         )
 
     def _program(self, leaves: list, places: list[int], layouts: list, spec: TreeSpec) -> _Program:
-        """Returns a program for calls like this one, compiled when it runs first.
+        """Returns a program for calls like this one, which is compiled when it first runs.
 
         leaves   of the call's arguments, in the tree `spec`
-        places   which of them are tensors; layouts: of each of these, how it is cut
+        places   indices of the leaves that are tensors;  layouts  for each of these, how it is cut, or None
         """
         self._check_structure()
-        # arguments other than tensors are constants of the program, which is why its key has them
+        # other arguments are constants of the program, and so part of its key
         template = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
         def trace(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # parameters and buffers are inputs too: as constants they would be the values of the first call for good
+            # parameters and buffers are inputs too, since as constants they would keep the first call's values
             inputs, state = tensors[: len(places)], tensors[len(places) :]
             filled = list(template)
             for place, layout, tensor in zip(places, layouts, inputs, strict=True):
                 filled[place] = wrapped(tensor, layout)
             args, kwargs = _closed(tree_unflatten(filled, spec))
-            forget()  # the tensor gathered last: one of outside the trace has no place in it, nor one of it outside
+            forget()  # the cache of the last gathered tensor, which must not pass into or out of the trace
             try:
                 with _placed(self.block, state):
                     output, left = self._traced(args, kwargs)
-            except Exception as error:  # kept: what the compiler raises in its place may not name it
+            except Exception as error:  # the compiler's own error may not contain this one
                 program.raised = error
                 raise
             finally:
                 forget()
             flat, out_spec = tree_flatten((output, list(left.values())))
             pairs = [unwrapped(leaf) if isinstance(leaf, torch.Tensor) else (leaf, None) for leaf in flat]
-            # a program returns plain tensors alone: how to make the caller's parts and other results of them stays here
+            # the program returns plain tensors; `traced` has how to make the caller's results from these
             marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
             program.traced = [out_spec, marked, [layout for _, layout in pairs], list(left)]
             values = tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))
-            # the graph is traced with functional tensors; before that, the compiler asks for shapes alone
+            # the graph is traced with functional tensors; calls before that only infer shapes
             return values if any(isinstance(t, FunctionalTensor) for t in tensors) else _shapes_of(values)
 
         program = _Program(trace)
@@ -215,7 +226,10 @@ class _Compiled:
         return program
 
     def _traced(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[_Attribute, torch.Tensor]]:
-        """Returns (output, {attribute: tensor left in it}), attributes put back; `TypeError` if others each time."""
+        """Runs the block; returns (output, {attribute: tensor that the block left in it}). Attributes are restored.
+
+        Raises `TypeError` if the block changes anything else, or other attributes in each run.
+        """
         for _ in range(2):
             with _as_it_was(self.block):
                 for place, name in self._holding():
@@ -226,30 +240,29 @@ class _Compiled:
                 watch.check()
             if left.keys() <= self.left:
                 return output, left
-            self.left |= left.keys()  # once more: whether it reads what the call before left there
+            self.left |= left.keys()  # runs again with `_Unread` there, to see whether the block reads them
         raise TypeError("it leaves tensors in other attributes each time")
 
     def _holding(self) -> list[_Attribute]:
-        """Returns those of the attributes in which the block leaves a tensor that have one now."""
+        """Returns those attributes of `left` that hold a tensor now."""
         tables = _tables(self.block)
         return [key for key in self.left if isinstance(tables[key[0]].get(key[1]), torch.Tensor)]
 
     def _check_structure(self) -> None:
-        """Raises `_NotWritten` where a module inside the block has hooks, or another forward than its class."""
-        # of the block itself hooks lie around the program, and its forward is the one that is compiled
+        """Raises `_NotWritten` if a module inside the block has hooks, or another forward than its class."""
+        # not for the block itself, whose hooks run outside of the program
         for name, child in self.block.named_modules():
             hooked = [hooks for hooks in _HOOKS if getattr(child, hooks)] if child is not self.block else []
-            # a program is written from the class's forward alone, and would leave both out
             if child is not self.block and ("forward" in vars(child) or hooked):
                 raise _NotWritten(f"'{name}' inside it has hooks or another forward than its class")
 
 
-_TENSOR = object()
+_TENSOR = object()  # stands for a tensor among a program's results, and in keys
 
 
 @dataclass
 class _Opened:
-    """An argument of a class in `APART`, taken apart: `tensors` are the program's inputs, `bare` is the rest."""
+    """An argument of a class in `APART` (a `PairMask`) as its tensors, inputs of the program, and the `bare` object."""
 
     bare: Any
     tensors: list[torch.Tensor]
@@ -259,10 +272,12 @@ register_pytree_node(_Opened, lambda x: (x.tensors, x.bare), lambda tensors, bar
 
 
 def _opened(arguments: Any) -> Any:
+    """Returns a nest of arguments with an `_Opened` in place of each object of a class in `APART`."""
     return tree_map(lambda leaf: _Opened(*APART[type(leaf)](leaf)) if type(leaf) in APART else leaf, arguments)
 
 
 def _closed(arguments: Any) -> Any:
+    """Returns a nest of arguments with the original objects in place of `_Opened`s; the inverse of `_opened`."""
     return tree_map(
         lambda leaf: leaf.bare.filled(leaf.tensors) if isinstance(leaf, _Opened) else leaf, arguments,
         is_leaf=lambda leaf: isinstance(leaf, _Opened),
@@ -270,16 +285,18 @@ def _closed(arguments: Any) -> Any:
 
 
 def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns detached copies of the results, enough for the compiler, which at first reads shapes alone."""
-    # it keeps them, and they would keep the graph behind them, with the process groups of every part in it
+    """Returns the results detached from the graph, for calls in which the compiler only infers shapes.
+
+    The compiler keeps them, and with their graph the process groups of every `Part` would stay alive.
+    """
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 
 
 def _own_code(program: _Program) -> Callable:
-    """Returns the program's trace as a function with a code object of its own: the compiler counts programs by those.
+    """Returns the program's trace as a function with its own code object, by which the compiler counts programs.
 
-    The compiler keeps what it has met as long as the process lives, so what it meets must not hold the block, and with
-    it the process groups of an engine that is gone.
+    The function holds the program weakly, since the compiler keeps functions for the life of the process, and with them
+    it would keep the block and the process groups of an engine that is gone.
     """
     owner = weakref.ref(program)
 
@@ -297,7 +314,7 @@ def _own_code(program: _Program) -> Callable:
 
 
 def _state_of(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
-    """Yields (table, name, tensor) of every parameter and buffer: the table is the module's own dict."""
+    """Yields (the module's dict that holds it, its name there, tensor) for every parameter and buffer of a block."""
     for child in block.modules():
         for table in (child._parameters, child._buffers):
             for leaf, tensor in table.items():
@@ -307,7 +324,7 @@ def _state_of(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
 
 @contextmanager
 def _placed(block: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """Context: the block has these tensors in the place of its parameters and buffers."""
+    """Context in which the block has these tensors, in the order of `_state_of`, as its parameters and buffers."""
     kept = list(_state_of(block))
     try:
         for (table, leaf, _), tensor in zip(kept, tensors, strict=True):
@@ -319,12 +336,12 @@ def _placed(block: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Iterator[Non
 
 
 def _tables(block: nn.Module) -> list[dict[str, Any]]:
-    """Returns the attributes of each of the block's modules, by name, in the order of `Module.modules`."""
+    """Returns the `__dict__` of each of the block's modules, in the order of `Module.modules`."""
     return [vars(child) for child in block.modules()]
 
 
 def _attributes(block: nn.Module) -> dict[_Attribute, Any]:
-    """Returns the plain attributes of the block's modules, and the ids (and lengths) of the other objects."""
+    """Returns attribute -> its value if that is plain, else (id, length of a list, dict or set, else 0)."""
     return {
         (place, name): value
         if isinstance(value, _PLAIN)
@@ -335,7 +352,10 @@ def _attributes(block: nn.Module) -> dict[_Attribute, Any]:
 
 
 def _changed(block: nn.Module, before: dict[_Attribute, Any]) -> dict[_Attribute, torch.Tensor]:
-    """Returns the tensors in attributes that are not as `before`. Raises `TypeError` for another kind of change."""
+    """Returns attribute -> tensor for the attributes that changed since `before`, a result of `_attributes`.
+
+    Raises `TypeError` if one changed to anything but a tensor.
+    """
     now, tables = _attributes(block), _tables(block)
     names = [key for key in now | before if key not in now or key not in before or now[key] != before[key]]
     left = {(place, name): tables[place].get(name) for place, name in names}
@@ -346,8 +366,7 @@ def _changed(block: nn.Module, before: dict[_Attribute, Any]) -> dict[_Attribute
 
 @contextmanager
 def _as_it_was(block: nn.Module) -> Iterator[None]:
-    """Context: afterwards attributes, the lists, dicts and sets in them, and Python's generators are as before."""
-    # tables are copied, and contents too: the block may write into either
+    """Context that restores the block's attributes, lists, dicts and sets in them, and Python's random generators."""
     put_back, kept = python_kept(), [(table, dict(table)) for table in _tables(block)]
     contents = [(v, v.copy()) for _, copy in kept for v in copy.values() if type(v) in (list, dict, set)]
     try:
@@ -360,7 +379,7 @@ def _as_it_was(block: nn.Module) -> Iterator[None]:
 
 
 class _Unread(torch.Tensor):
-    """Stands where a call of the block left a tensor: any use of it raises `TypeError`, but the question what it is."""
+    """Stands for a tensor that the call before left in an attribute; any use but `isinstance` raises `TypeError`."""
 
     @staticmethod
     def __new__(cls) -> _Unread:
@@ -368,13 +387,17 @@ class _Unread(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
+        """Raises `TypeError`, since the block reads what a program would not have."""
         raise TypeError("it reads what the call before left in an attribute")
 
     __torch_dispatch__ = __torch_function__
 
 
 class _Watch:
-    """Notes what a block must leave as it was, since a program would not repeat the change; `check` compares."""
+    """Records what a block must not change, since a program would not repeat the change; `check` compares.
+
+    These are its arguments, its parameters, and the state of Python's and numpy's random generators.
+    """
 
     def __init__(self, block: nn.Module, arguments: Any):
         self.tensors = [("an argument", t, t._version) for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
@@ -387,7 +410,7 @@ class _Watch:
         self.drawn = python_states()
 
     def check(self) -> None:
-        """Raise `TypeError` for what was changed."""
+        """Raises `TypeError` if any of it has changed."""
         for what, tensor, version in self.tensors:
             if tensor._version != version:
                 raise TypeError(f"it writes into {what} of shape {tuple(tensor.shape)}")
@@ -396,7 +419,7 @@ class _Watch:
 
 
 class _NotWritten(Exception):
-    """A block cannot be written down as a program: the message says why, `lasting` whether for all calls."""
+    """Raised if a block cannot be traced; its text is the reason. `lasting`: whether that holds for all calls."""
 
     def __init__(self, why: str, lasting: bool = True):
         super().__init__(why)
@@ -404,7 +427,7 @@ class _NotWritten(Exception):
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the first line of what was raised first: the compiler wraps it in errors of its own."""
+    """Returns the first line of the innermost cause of an error, which the compiler wraps in its own errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -1,16 +1,17 @@
-"""Choose which weights are cut, along which dim, and who holds which index, from the labels of part/labels.
+"""Choose which weights are sharded, along which dim, and which rank owns which index, from the labels of part/labels.
 
-The labels of `part/labels` say which indices of which weights must lie together. A *family* is a set of weight dims
-that share classes: the rows of Wq, Wk, Wv and the columns of Wo, or gate, up and down of an MLP. A family can be cut
-when it has at least as many classes as there are ranks, gives and takes (so that one sum closes it), and no weight of
-it is cut otherwise.
+Indices of weights with the same label, a *class*, must be on one rank. A *family* is a set of weight dims that share
+classes, for example the rows of Wq, Wk, Wv and the columns of Wo, or gate, up and down of an MLP. A family can be cut
+if it has at least as many classes as there are ranks, has dims that products keep and dims that products sum over (so
+that one all-reduce ends it), and none of its weights is cut along another dim.
 
     q, k, v: rows | o: columns        family of heads         one all-reduce after o
     up, gate: rows | down: columns    family of the width     one all-reduce after down
-    embedding: rows | head: rows      family of the words     one all-reduce after the embedding; the loss by parts
+    embedding: rows | head: rows      family of the words     one all-reduce after the embedding; sharded loss
 
-Classes are dealt kind by kind: indices that lie in the same weights among themselves, so that a skip and what it is
-joined with are each spread over all ranks, and a group norm over either finds whole groups.
+Classes are distributed over ranks kind by kind, where a kind is the classes found in the same weights. So a skip
+connection and the tensor that it is concatenated with are each spread over all ranks, and a group norm over either
+finds whole groups on a rank.
 """
 
 from __future__ import annotations
@@ -32,29 +33,36 @@ from shardwise.part.labels import Use, WeightLabels
 from shardwise.part.pairs import pairs_in
 from shardwise.part.parameters import FLAT, KEPT
 
-SHARE = 0.01  # of the model's elements, below which a lone table or head is not worth its collectives
+SHARE = 0.01  # fraction of the model's elements below which a lone table or head is not worth its collectives
 
 
 @dataclass
 class WeightCut:
-    """How one parameter is cut: along which dim, who owns its indices, and what it does in products (`role`)."""
+    """How one parameter is sharded.
 
-    name: str  # of the parameter
+    name    of the parameter;  dim  along which it is cut;  owners  rank of each index of `dim`
+    role    what `dim` is in products: "output" (kept), "input" (summed over), "rows" (looked up), "beside" (in none, as
+            of a bias or a per-head scale); KEPT or ONCE: only stored in shares, and gathered to read (`kept_shares`)
+    family  id of the family that it is cut with
+    """
+
+    name: str
     dim: int
-    owners: Owners  # of each index of `dim`
-    role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale) | KEPT, ONCE (in shares; read whole)
-    family: int  # number of the family that it is cut with
+    owners: Owners
+    role: str
+    family: int
 
 
 @dataclass
 class Derived:
-    """The cuts of a module, and why other parameters stay whole.
+    """The cuts of a module, and why other parameters are not cut.
 
-    cuts    by name of a parameter
-    whole   by name of each other parameter: the reason
-    uses    of weights in products, in the order of the forward
-    frozen  names that stay whole so that more of the others can be cut (`starved`)
-    needed_real  why the forward was followed on real weights, all of them on one rank; empty where it was not
+    cuts         name of a parameter -> its cut
+    whole        name of each other parameter -> the reason why it is not cut
+    uses         uses of weights in products, in the order of the forward
+    frozen       names that are not cut so that more of the others can be (`starved`)
+    needed_real  why the forward was run on real values, with all weights on one rank; "" if it was not
+    ledger       what the rehearsal of a forward and backward would have sent; None before it
     """
 
     cuts: dict[str, WeightCut] = field(default_factory=dict)
@@ -62,10 +70,10 @@ class Derived:
     uses: list[Use] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     needed_real: str = ""
-    ledger: Ledger | None = None  # what the rehearsal of a forward and backward would have sent
+    ledger: Ledger | None = None
 
     def encoded(self) -> dict[str, Any]:
-        """Returns the cuts and what stays whole, for JSON, without what they were derived from; see `decoded`."""
+        """Returns the cuts and the fields `whole`, `frozen`, `needed_real`, as JSON values that `decoded` reads."""
         cuts = [
             [cut.name, cut.dim, cut.owners.stops.tolist(), cut.owners.who.tolist(), cut.owners.ranks, cut.role,
              cut.family]
@@ -75,7 +83,7 @@ class Derived:
 
     @classmethod
     def decoded(cls, fields: dict[str, Any]) -> Derived:
-        """Returns the cuts that another rank sent as `encoded()`."""
+        """Returns the `Derived` that another rank sent as `encoded()`, without `uses` and `ledger`."""
         cuts = {
             name: WeightCut(name, dim, Owners(np.array(stops), np.array(who), ranks), role, family)
             for name, dim, stops, who, ranks, role, family in fields["cuts"]
@@ -85,11 +93,11 @@ class Derived:
 
 @dataclass
 class LinkedDims:
-    """A family: weight dims that share classes.
+    """A family of weight dims that share classes.
 
-    nodes    (name of a parameter, dim)
-    classes  all of theirs, ascending
-    lead     classes by index along the node that has the most of them
+    nodes    (name of a parameter, dim) of each
+    classes  (n,) all classes of the nodes, ascending
+    lead     class of each index along the node that has the most classes
     """
 
     nodes: list[tuple[str, int]]
@@ -97,25 +105,26 @@ class LinkedDims:
     lead: np.ndarray
 
     def order(self) -> np.ndarray:
-        """Returns the classes in the order in which the lead dim has them."""
+        """Returns the classes in the order in which they first occur in `lead`, then those that do not occur there."""
         _, first = np.unique(self.lead, return_index=True)
         ordered = self.lead[np.sort(first)]
         return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])
 
 
 def families(labels: WeightLabels) -> list[LinkedDims]:
-    """Returns families of weight dims that share classes, in the parameters' order, but for those with class 0."""
+    """Returns the families, in the order of their parameters, without those with class 0, which may not be cut."""
     nodes = list(labels.classes)
     root = list(range(len(nodes)))
 
     def find(i: int) -> int:
+        """Returns the representative of node i, and shortens the path to it."""
         while root[i] != i:
             root[i] = root[root[i]]
             i = root[i]
         return i
 
     uniques = [np.unique(labels.classes[node]) for node in nodes]
-    # nodes that have a class in common are joined: union-find over the first node of each class
+    # union-find joins each node with the last node seen of each of its classes
     top = max((int(u.max()) for u in uniques if len(u)), default=0)
     first_node = np.full(top + 1, -1)
     for i, classes in enumerate(uniques):
@@ -130,7 +139,7 @@ def families(labels: WeightLabels) -> list[LinkedDims]:
             members.setdefault(find(i), []).append(i)
     result = []
     for group in members.values():
-        if any((uniques[i] == 0).any() for i in group):  # class 0: an index that must stay whole
+        if any((uniques[i] == 0).any() for i in group):
             continue
         lead = max(group, key=lambda i: len(uniques[i]))
         every = np.unique(np.concatenate([uniques[i] for i in group]))
@@ -142,16 +151,17 @@ def derive(
     labels: WeightLabels, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Returns the cuts over `ranks`; families with a `blocked` parameter stay whole, for its reason.
+    """Returns the cuts over `ranks` ranks.
 
-    labels    of one forward
-    elements  of each parameter, by name
-    dealt     stacked weights of experts whose first dim another axis deals: it is not cut here
+    labels    of the weights in a forward
+    elements  name of a parameter -> its number of elements
+    blocked   name -> reason why no family with this parameter is cut
+    dealt     names of stacked weights of experts, whose dim 0 `ep` distributes, so that it is not cut here
     """
     roles = _roles(labels.uses)
     derived = Derived(whole=dict(labels.whole_because), uses=labels.uses)
     total = sum(elements.values())
-    # in the order of the forward: of two families that meet in a weight, the earlier one is cut
+    # in the order of the forward, so that of two families with one weight the earlier is cut
     ordered = sorted(families(labels), key=lambda f: min(_first_use(labels.uses, name) for name, _ in f.nodes))
     for number, family in enumerate(ordered):
         barred = next((blocked[name] for name, _ in family.nodes if name in (blocked or {})), "") if blocked else ""
@@ -159,7 +169,7 @@ def derive(
             barred = "ep deals its experts"
         reason = barred or _unfit(family, roles, elements, total, ranks, derived)
         if reason:
-            for name, _ in family.nodes:  # a family of one class is the least of reasons, if there is another
+            for name, _ in family.nodes:  # the reason of a family of one class is told only if there is no other
                 if name not in derived.cuts and (len(family.classes) > 1 or name not in derived.whole):
                     derived.whole[name] = reason
             continue
@@ -177,9 +187,10 @@ def derive(
 
 
 def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
-    """Returns (classes,) the rank of each class in `order`: classes found in the same weights are dealt in blocks.
+    """Returns (classes,) the rank of each class in `order`; classes found in the same weights are dealt in blocks.
 
-    So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
+    nodes   classes of each weight dim of the family
+    So two tensors that are concatenated (a skip connection and another) are each spread over all ranks.
     """
     has_class = np.stack([np.isin(order, classes) for classes in nodes])  # (nodes, classes)
     _, kinds = np.unique(has_class, axis=1, return_inverse=True)
@@ -187,7 +198,7 @@ def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray
     few = np.zeros(len(order), dtype=bool)
     for kind in np.unique(kinds):
         same = kinds.reshape(-1) == kind
-        if same.sum() < ranks:  # too few to give each rank one: dealt together with other such kinds
+        if same.sum() < ranks:  # fewer than ranks, so distributed together with other such kinds
             few |= same
         else:
             owner[same] = Owners.blocks(int(same.sum()), ranks).array
@@ -196,7 +207,7 @@ def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray
 
 
 def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:
-    """Returns {(parameter, dim): its roles in products}: "inner" (summed over), "outer" (kept), "rows"."""
+    """Returns (parameter, dim) -> roles in products, of "inner" (summed over), "outer" (kept), "rows" (looked up)."""
     roles: dict[tuple[str, int], set[str]] = {}
     for use in uses:
         roles.setdefault((use.name, use.inner), set()).add("rows" if use.kind == "rows" else "inner")
@@ -205,21 +216,23 @@ def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:
 
 
 def _main(roles: set[str]) -> str:
+    """Returns the role that decides how a weight is cut; "" without any."""
     return next((role for role in ("inner", "rows", "outer") if role in roles), "")
 
 
 def _first_use(uses: list[Use], name: str) -> int:
+    """Returns the index in `uses` of a weight's first use; len(uses) if it has none."""
     return next((place for place, use in enumerate(uses) if use.name == name), len(uses))
 
 
 def _unfit(
     family: LinkedDims, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
 ) -> str:  # fmt: skip
-    """Returns why the family is not cut, or "" where it is.
+    """Returns why the family cannot be cut, or "" if it can.
 
-    roles     {(weight's name, dim): its places in products, such as "inner", "outer", "rows"}
-    elements  of each weight, by name; `total` of the whole module
-    derived   cuts that families before this one were given
+    roles     as `_roles` returns them
+    elements  name of a parameter -> its number of elements;  total  that of all
+    derived   the cuts of earlier families
     """
     has_roles = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()
     if not has_roles:
@@ -234,7 +247,7 @@ def _unfit(
     taken = [name for name in names if name in derived.cuts]
     if taken:
         return f"'{taken[0]}', which it is joined with, is cut along its other dim"
-    # some weight gives what another takes, so that one sum closes the family; else a lone table or head
+    # closed: a product sums over the dim, so that an all-reduce ends the family; otherwise it is a lone table or head
     closed = {"inner", "outer"} <= has_roles or {"rows", "outer"} <= has_roles
     if not closed and sum(elements[name] for name in names) < SHARE * total:
         return "cutting it would save less than it costs"
@@ -244,20 +257,19 @@ def _unfit(
 
 
 def starved(labels: WeightLabels, ranks: int) -> list[str]:
-    """Returns weights with fewer heads than ranks (K and V of grouped queries): with them whole, the rest can be cut.
+    """Returns names of weights with too few heads (K, V of grouped queries), without which other weights can be cut.
 
-    Of each family that gives and takes but has too few classes, the output weights smaller than the largest.
+    These are, in each family with fewer classes than `ranks`, the output weights that are smaller than the largest.
     """
     roles = _roles(labels.uses)
     names: list[str] = []
     for family in families(labels):
-        # enough classes for every rank: the family can be cut
         if len(family.classes) >= ranks:
             continue
-        # dims that only give, with their classes (K and V have those of fewer heads)
+        # (size of the dim, name) of weights that only give outputs (those of K and V are smaller)
         outer = [(len(labels.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
         inner = [len(labels.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
-        # weights that give, each with a bias at most, those that take, and hardly more: attention; larger ones stay
+        # attention is output weights, at most a bias for each, input weights, and two more; not larger families
         if outer and inner and len(family.nodes) <= 2 * len(outer) + len(inner) + 2:
             largest = max(max(n for n, _ in outer), max(inner))
             names += [name for n, name in outer if n < largest]
@@ -265,14 +277,13 @@ def starved(labels: WeightLabels, ranks: int) -> list[str]:
 
 
 def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
-    """Returns the parameters that a pattern names, by their path or that of a module around them.
+    """Returns those of `names` whose path, or that of a module around them, matches one of the shell-style patterns.
 
     Raises `InputError` for a pattern that matches nothing.
     """
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
-        # a pattern that matches nothing is a mistake; the message names the nearest path
         if not hits:
             paths = sorted({path for name in names for path in _around(name)})
             raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, paths)}")
@@ -281,6 +292,7 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
 
 
 def _around(name: str) -> list[str]:
+    """Returns the paths of all modules around a parameter, and its name, outermost first."""
     pieces = name.split(".")
     return [".".join(pieces[:end]) for end in range(1, len(pieces) + 1)]
 
@@ -288,18 +300,19 @@ def _around(name: str) -> list[str]:
 def kept_shares(
     module: nn.Module, ranks: int, whole: dict[str, str], barred: Collection[str], role: str = KEPT
 ) -> Derived:
-    """Returns cuts of all weights that `ranks` can hold in shares, but for the `barred`; none where that spares little.
+    """Returns cuts by which weights are only stored in shares over `ranks`; without any if that saves little memory.
 
-    whole  why no parameter's products can be shared
-    role   KEPT: gathered whenever it is read; ONCE: once in a forward
+    whole   name -> why the products of a parameter cannot be sharded
+    barred  names of parameters that are not cut
+    role    KEPT: gathered whenever it is read; ONCE: gathered once in a forward
     """
     named = dict(module.named_parameters())
     hidden, pairs = set(_beside_attributes(module)), pairs_in(module)
     derived = Derived(whole=dict(whole))
     for number, (name, param) in enumerate(named.items()):
-        sizes = param.shape[:-1] if name in pairs else param.shape  # both parts of a complex number on one rank
+        sizes = param.shape[:-1] if name in pairs else param.shape  # not the dim of 2 of a complex parameter's pairs
         dim = next((d for d, size in enumerate(sizes) if size >= ranks), None)
-        # `hidden`: read past its attribute, the module would meet a share of it
+        # a `hidden` parameter is read past its attribute, where the module would find a share
         if dim is None or name in barred or id(param) in hidden or not param.is_floating_point():
             continue
         derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), role, number)
@@ -311,11 +324,10 @@ def kept_shares(
 
 
 def _beside_attributes(module: nn.Module) -> Iterator[int]:
-    """Yields ids of parameters that a module holds in a list or dict of its own too: read there, past attributes."""
+    """Yields ids of tensors that modules also hold in a list, tuple or dict, through which their code may read them."""
     for child in module.modules():
-        # a recurrent layer's list of its flat weights is made anew from its attributes (`see_parts`)
+        # not a recurrent layer's list of its flat weights, which `see_parts` makes anew from attributes
         own = {"_parameters", "_modules", FLAT if isinstance(child, nn.RNNBase) else ""}
         for key, value in vars(child).items():
-            # modules in a list have attributes by which their weights are read
             if key not in own and isinstance(value, list | tuple | dict):
                 yield from (id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Run one forward on tensors without values, and derive cuts from it; what stays whole (`tp_whole`): `find_cuts`."""
+"""Run a forward on tensors without values, derive cuts of weights (but `tp_whole`), and rehearse them: `find_cuts`."""
 
 from __future__ import annotations
 
@@ -28,30 +28,38 @@ from shardwise.trace.stand_in import Make, standing_in
 Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine computes it
 
 
-WAYS = 4  # forwards that are followed where a forward may take different ways
+WAYS = 4  # forwards with different seeds, if a forward may take different branches
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
-Followed = dict[frozenset[str], WeightLabels]  # parameters that stay whole -> the labels of a forward
+Followed = dict[frozenset[str], WeightLabels]  # names of parameters that are not cut -> labels from a forward
 
 
 class TrialModule:
-    """Runs a module on tensors without values, or, where its forward reads values, on real tensors.
+    """Runs a module on tensors without values or, if its forward reads values, on real tensors.
 
-    Integers of the batch keep their values, as do results of these alone; experts are chosen equally often."""
+    Integers of the batch keep their values, as do results computed from these alone; experts are chosen equally often.
+
+    built     the module, whose initial values can be made;  batch  a few samples
+    run       (module, batch) -> loss;  dtype_of  from a parameter or buffer to its dtype in the run
+    fake      the mode of tensors without values; None: real ones are used
+    mode      tracks known values in the last forward; None on real tensors
+    needs_real  why tensors without values were not enough; "" if they are
+    past      whether a rehearsal on cut positions found parameters that are read past their attributes
+    """
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
         self.fake: FakeTensorMode | None = Fake()
-        self.mode: Values | None = None  # of the forward that runs without values
-        self.needs_real = ""  # what it did that tensors without values cannot do
-        self.past = False  # a rehearsal on cut positions met parameters that were read past their attributes
+        self.mode: Values | None = None
+        self.needs_real = ""
+        self.past = False
 
     def go_on_real(self, error: Exception) -> None:
-        """Runs on real values from here on, as the module cannot without (it routes by what it computes, say)."""
+        """Makes later runs use real values, since `error` came without them (a module may route by computed values)."""
         self.fake, self.needs_real = None, first_line(error)
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that stands in for a parameter or buffer."""
+        """Returns what stands in for a parameter or buffer, a fake tensor, or on real values its initial value."""
         if self.fake is None:
             return self.built.value(name).to(self.dtype_of(tensor), copy=True)
         with self.fake:
@@ -59,17 +67,19 @@ class TrialModule:
 
     @contextmanager
     def playing(self, make: Make) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
-        """Context: the module has tensors made by `make`, in training mode; yields (parameters by name, batch)."""
+        """Context in which the module, in training mode, has tensors from `make(name, tensor)`.
+
+        Yields (name -> parameter, batch). Afterwards state, modes and random generators are restored.
+        """
         module = self.built.module
         state = ModuleState(module)
         training = {child: child.training for child in module.modules()}
         module.train()
         batch = self.batch if self.fake is None else given_to(self.fake, self.batch)
-        # the same module is tried several times, and trained afterwards
         try:
             draws = (torch.random.fork_rng(devices=[]), python_restored())
             known = nullcontext() if self.fake is None else values(self.fake, draws=True)
-            # draws of the trial are given back, so that a run draws as one without it
+            # generators are restored, so that the run's random numbers do not depend on the trial
             with standing_in(module, make) as named, draws[0], draws[1], known as mode, known_values_read():
                 self.mode = mode
                 yield named, batch
@@ -79,26 +89,29 @@ class TrialModule:
             state.restore()
 
     def follow(self, whole: set[str]) -> WeightLabels:
-        """Run one forward and loss. Returns the labels of its weights, from which cuts are derived."""
+        """Runs forward and loss, and returns the labels of the weights, from which cuts are derived.
+
+        whole   names of parameters that are not to be cut
+        """
         if self.fake is not None:
             try:
                 with as_real():
                     return self._follow(whole)
-            except Exception as error:  # whatever the module does that tensors without values cannot
+            except Exception as error:  # the module may do anything that fake tensors do not support
                 self.go_on_real(error)
         return self._follow(whole)
 
     def _follow(self, whole: set[str], *, gradients: bool = False) -> WeightLabels:
-        """Returns the labels of one forward; with gradients where the forward takes some itself."""
+        """Returns the labels; runs without autograd unless `gradients`, or if the forward itself computes gradients."""
         try:
             return self._followed(whole, gradients)
         except RuntimeError as error:
             if gradients or "does not require grad" not in str(error):
                 raise
-        return self._follow(whole, gradients=True)  # the forward takes gradients itself
+        return self._follow(whole, gradients=True)
 
     def _followed(self, whole: set[str], gradients: bool) -> WeightLabels:
-        """Returns the labels of the forward's ways, with the parameters in `whole` left out."""
+        """Returns the labels from all branches that are tried (`ways`), without the parameters in `whole`."""
         with self.playing(self.make) as (named, batch):
             axes = Axes(named, whole)
             for _ in self.ways():
@@ -107,22 +120,27 @@ class TrialModule:
             return axes.result()
 
     def ways(self) -> Iterator[None]:
-        """Yields once for each forward to try: several, by other seeds, where draws or values may choose a branch."""
+        """Yields once for each forward to run, with another seed each; only once if no random number was drawn.
+
+        Several are run since random numbers, or on real tensors values, may choose a branch.
+        """
         for way in range(WAYS):
             torch.default_generator.manual_seed(way)
             seed_python(way)
             before = python_states()
             yield
-            # real values may decide which way a forward takes, too: only without values is one way enough
+            # on real tensors (`mode` None) values may choose a branch, so all are run
             if self.mode is not None and not self.mode.drawn and python_states() == before:
                 return
 
     def rehearse(
         self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
     ) -> Uncut | None:  # fmt: skip
-        """Runs a forward and backward on shares; nothing is sent. Returns the `Uncut` of a missing rule, or None.
+        """Runs forward and backward on the first rank's shares; returns the `Uncut` of a missing rule, or None.
 
-        summed  axes, rehearsed too, over which the run itself cuts activations
+        sequence  whether activations between the pairs of products are cut along the sequence
+        summed    axes over which `run` itself cuts positions, rehearsed too
+        Nothing is sent; `derived.ledger` gets what would be.
         """
         axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=Ledger())
         tensor = TensorParallel(derived, axis)
@@ -131,39 +149,42 @@ class TrialModule:
             try:
                 with as_real():
                     return self._rehearse(tensor, summed)
-            except Exception as error:  # something reads values after all
+            except Exception as error:  # it may read values, which fake tensors lack
                 self.go_on_real(error)
                 derived.ledger.clear()  # type: ignore[union-attr]
         return self._rehearse(tensor, summed)
 
     def _note_past(self) -> None:
+        """Records that a parameter was read past its attribute."""
         self.past = True
 
     def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
-        """Returns the `Uncut` that a forward and backward on shares raises, or None; `RefusedPlan` for other errors."""
+        """Returns the `Uncut` that forward and backward on shares raise, or None; `RefusedPlan` for other errors.
+
+        On tensors without values other errors are raised as they are.
+        """
 
         def share(name: str, whole: torch.Tensor) -> torch.Tensor:
+            """Returns what stands in for a parameter's or buffer's share."""
             return tensor.share(name, self.make(name, whole)).contiguous()
 
         with self.playing(share) as (named, batch):
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
             try:
-                # a forward that takes several ways must be right on all of them
                 for _ in self.ways():
-                    # raw reads of values, and reads past attributes, are refused or noted while shares stand in
                     raw = RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext()
-                    # where positions are cut, gradients of whole weights are summands, which code that reads a weight
-                    # past its attribute would miss; of weights that tp cuts `raw` tells
+                    # if positions are cut, gradients of unsharded weights are summands, which is not so for code that
+                    # reads a weight past its attribute; `raw` checks sharded weights
                     past = PastAttributes(self.built.module, self._note_past) if summed else nullcontext()
                     with raw, past:
                         loss = self.run(self.built.module, batch)
                     loss.total.backward()
             except Uncut as error:
                 return error
-            except InputError as error:  # ours, in words of its own: too few positions for so many ranks
+            except InputError as error:  # too few positions for so many ranks; its message needs no addition
                 raise RefusedPlan(str(error)) from error
             except Exception as error:
-                # on tensors without values, what fails is not the task's fault: it is tried on real ones
+                # tensors without values may be the cause, so the caller tries real ones
                 if self.fake is not None:
                     raise
                 raise RefusedPlan(_fails_cut(tensor, summed, error)) from error
@@ -174,11 +195,12 @@ class TrialModule:
 
 
 def _said(axes: tuple[Axis, ...]) -> str:
+    """Returns names and sizes of axes for messages; "" without any."""
     return ",".join(f"{axis.name}={axis.size}" for axis in axes)
 
 
 def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
-    """Returns the message for a module that runs whole and fails on shares."""
+    """Returns the message for a module that fails on shares with `error`. `summed`: axes that cut positions."""
     said = first_line(error) if isinstance(error, RefusedPlan) else f"{type(error).__name__}: {first_line(error)}"
     if summed:
         return f"{_said(summed)}: the module runs whole, but not once its positions are cut: {said}"
@@ -192,13 +214,14 @@ def find_cuts(
     built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, sequence: bool = False,
     dtype_of: DtypeOf, followed: Followed | None = None, dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Returns the cuts over `ranks`, derived from a forward and rehearsed.
+    """Returns the cuts of weights over `ranks` ranks, derived from a forward and rehearsed.
 
-    keep      patterns: parameters that match one stay whole
-    dealt     stacked weights of experts that another axis deals
-    sequence  between the pairs, activations will be cut along the sequence
-    followed  labels of earlier calls with the same module, batch and dtypes; grows
-    Raises `RefusedPlan` where the module runs whole and not on shares, `InputError` for a pattern that matches nothing.
+    batch     a few samples;  run  (module, batch) -> loss;  dtype_of  from a parameter or buffer to its dtype
+    keep      patterns of parameters that are not cut (`tp_whole`)
+    sequence  whether activations between pairs of products will be cut along the sequence
+    followed  cache of labels, for calls with the same module, batch and dtypes; entries are added
+    dealt     names of stacked weights of experts that `ep` distributes
+    Raises `RefusedPlan` if the module fails on shares, `InputError` for a pattern that matches nothing.
     """
     followed = {} if followed is None else followed
     elements = {name: param.numel() for name, param in built.module.named_parameters()}
@@ -206,7 +229,7 @@ def find_cuts(
     asked = matching(list(elements), keep)
     labels = _followed(stage, asked, followed)
     best, best_labels, frozen = derive(labels, elements, ranks, dealt=dealt), labels, set[str]()
-    for _ in range(4):  # weights that starve their family stay whole, as long as that lets more be cut
+    for _ in range(4):  # weights with fewer heads than ranks are left uncut if that lets more be cut
         more = set(starved(labels, ranks)) - frozen
         if not more:
             break
@@ -217,7 +240,7 @@ def find_cuts(
             best, best_labels, best.frozen = tried, labels, set(frozen)
     try:
         derived = _rehearsed(stage, best, best_labels, elements, ranks, sequence, dealt)
-    except RefusedPlan as refusal:  # no product can be cut: weights in shares, gathered to read, need no rule
+    except RefusedPlan as refusal:  # weights that are stored in shares, and gathered to read, may work nevertheless
         derived = _kept(stage, ranks, sequence, best, best_labels, asked | dealt) or _raised(refusal)
     if not derived.cuts:
         derived = _kept(stage, ranks, sequence, derived, best_labels, asked | dealt) or derived
@@ -228,17 +251,20 @@ def find_cuts(
 def _kept(
     stage: TrialModule, ranks: int, sequence: bool, derived: Derived, labels: WeightLabels, asked: set[str]
 ) -> Derived | None:
-    """Returns cuts that only store weights in shares, where no product can be shared; None where that fails too."""
+    """Returns cuts that only store weights in shares, which are gathered to read; None if that fails too.
+
+    derived  the cuts that failed, or none;  asked  names of parameters that are not to be cut
+    """
     whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
     barred, role = {*asked, *labels.written}, KEPT
-    while True:  # each round bars more weights, or gathers once instead of at every read
+    while True:  # ends, since each round bars more weights or changes to ONCE
         kept = kept_shares(stage.built.module, ranks, whole, barred, role)
         try:
             stopped = stage.rehearse(kept, ranks, sequence) if kept.cuts else None
-        except Exception as error:  # not raised: the user is told why nothing could be cut
+        except Exception as error:  # not raised, since the caller tells why products could not be cut
             if role == ONCE or _UNUSED not in str(error):
                 return None
-            role = ONCE  # the forward takes a gradient by a weight: what it computes with must be that very tensor
+            role = ONCE  # the forward takes a gradient by a weight, which must be the tensor that it computed with
             continue
         if stopped is None:
             return kept if kept.cuts else None
@@ -248,15 +274,16 @@ def _kept(
         barred |= more
 
 
-_UNUSED = "not have been used in the graph"  # by torch, of a gradient by another tensor than what was computed with
+_UNUSED = "not have been used in the graph"  # in torch's error if a gradient is taken by a tensor outside the graph
 
 
 def _raised(refusal: RefusedPlan) -> NoReturn:
+    """Raises the refusal; for use in an expression."""
     raise refusal
 
 
 def _followed(stage: TrialModule, whole: set[str], followed: Followed) -> WeightLabels:
-    """Returns the labels of a forward in which the parameters `whole` stay whole, remembered in `followed`."""
+    """Returns the labels of a forward in which the parameters `whole` are not cut, from the cache `followed` or new."""
     key = frozenset(whole)
     if key not in followed:
         followed[key] = stage.follow(whole)
@@ -267,7 +294,11 @@ def _rehearsed(
     stage: TrialModule, derived: Derived, labels: WeightLabels, elements: dict[str, int], ranks: int, sequence: bool,
     dealt: frozenset[str],
 ) -> Derived:  # fmt: skip
-    """Returns `derived` without the families that a rehearsal stops at. Raises `Uncut` where it names none of them."""
+    """Returns `derived` without the families at which a rehearsal fails, in their place perhaps others.
+
+    labels, elements, dealt   as of `derive`, with which cuts are derived again
+    Raises `Uncut` if the failure is due to no cut weight.
+    """
     blocked: dict[str, str] = {}
     frozen = derived.frozen
     while derived.cuts:
@@ -275,7 +306,7 @@ def _rehearsed(
         if stopped is None:
             break
         families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}
-        if not families:  # leaving out no cut would mend it, and the loop would not end
+        if not families:  # no cut can be left out, so the loop would not end
             raise stopped
         blocked |= {name: stopped.args[0] for name, cut in derived.cuts.items() if cut.family in families}
         derived = derive(labels, elements, ranks, blocked, dealt=dealt)
