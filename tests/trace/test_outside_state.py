@@ -29,6 +29,10 @@ def kept(store: dict, module: nn.Module, args: Any) -> None:
 
 
 def test_globals_classes_closures_defaults_and_stores_of_hooks_are_put_back() -> None:
+    # other tests of this process may have run such forwards
+    remembering_tasks.FORWARDS[:], remembering_tasks.Outside.seen = [0], 0
+    for left in (remembering_tasks.STORE, remembering_tasks.noted.__defaults__[0]):  # type: ignore[index]
+        left.clear()
     module, rows, store = remembering_tasks.Outside(), Rows(), dict[str, Any]()
     module.register_forward_hook(rows)
     module.head.register_forward_pre_hook(partial(kept, store))
