@@ -133,7 +133,10 @@ def gently(
 
 
 def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
-    """Returns `evaluate`, changed to refuse a forward that reads complex weights past their module attributes."""
+    """Returns `evaluate`, wrapped to raise `RefusedPlan` if the forward uses a complex weight not as `module.name`.
+
+    The module holds such a weight as pairs of real numbers, which only its attribute turns into complex ones.
+    """
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:

@@ -208,7 +208,7 @@ def _bar(name: str) -> float:
 
 
 def _nudge(module: nn.Module) -> None:
-    """Moves every weight by one epsilon, up and down in turn."""
+    """Multiplies the elements of each parameter, in place, by 1 + eps and 1 - eps alternately, eps that of float64."""
     with torch.no_grad():
         for param in module.parameters():
             if param.is_floating_point() or param.is_complex():

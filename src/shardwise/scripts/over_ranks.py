@@ -178,7 +178,7 @@ class OverRanks(WeightAccess):
         return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
-        """Returns the weight with which this rank's loss counts; losses without one share 1 in a step.
+        """Returns the weight of this rank's loss in the step; without weights a step's first backward has all, 1.
 
         form       how the loss is given; `InputError` if it differs from that of earlier losses of the step
         weight     the script's, for the form "weight"

@@ -39,7 +39,10 @@ class _Named:
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """Returns (the mask's tensors, the number of the ring's `_Named`), arguments of the operation."""
+    """Returns arguments of the custom operator: (the mask's tensors, id under which ring and mask are registered).
+
+    An operator takes no Python objects; [] without a mask.
+    """
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 
