@@ -59,7 +59,7 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
 
 
 def _with_weights(parts: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Returns `parts`; if weights lie on the host, with gradients and what no disk has of the state placed there too."""
+    """Returns `parts`; if weights lie on the host, gradients, and state that is on no disk, are placed there too."""
     # on a disk weights move alone; on the host the update runs where they lie
     if not any((part.state, part.tier) == ("parameters", "host") for part in parts):
         return parts
